@@ -1,0 +1,1 @@
+"""Plain torch implementations: any device, always right."""
