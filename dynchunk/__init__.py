@@ -1,0 +1,45 @@
+"""KV-cache compression in chunks whose boundaries follow the content, not a fixed grid.
+
+The names below are the ones to start with; the rest is one level down: ``dynchunk.boundaries``,
+``dynchunk.packing``, ``dynchunk.testing``, ``dynchunk.audit``. A boundary is the FIRST token of a
+chunk.
+"""
+
+from dynchunk.boundaries import (
+    BoundaryRule,
+    DelimiterScore,
+    FixedStride,
+    HashScore,
+    KeyChangeScore,
+    SharePlan,
+    SimilarityScore,
+    SurprisalScore,
+    agreement,
+    calibrate,
+)
+from dynchunk.chunks import NEVER, Chunks, Kind, cu_seqlens_from_mask
+from dynchunk.packing import Packed, TilePlan, pack, plan_tiles, unpack
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NEVER",
+    "BoundaryRule",
+    "Chunks",
+    "DelimiterScore",
+    "FixedStride",
+    "HashScore",
+    "KeyChangeScore",
+    "Kind",
+    "Packed",
+    "SharePlan",
+    "SimilarityScore",
+    "SurprisalScore",
+    "TilePlan",
+    "agreement",
+    "calibrate",
+    "cu_seqlens_from_mask",
+    "pack",
+    "plan_tiles",
+    "unpack",
+]

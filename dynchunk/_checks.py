@@ -1,4 +1,4 @@
-"""Validation at the edge of the API: errors that name the argument, what was expected, what came."""
+"""Validation at the edge of the API: errors name the argument, what was expected, what came."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def optional_import(module: str, extra: str) -> ModuleType:
 
 
 def require_state(state: Any, keys: set[str]) -> dict[str, Any]:
-    """Return ``state`` if it is a dict with exactly ``keys``; a state that lost a field is refused."""
+    """Return ``state`` if it is a dict of exactly ``keys``: one that lost a field is refused."""
     if not isinstance(state, dict):
         raise TypeError(f"state: expected a dict, got {describe(state)}")
     require(set(state) == keys, "state", f"the keys {sorted(keys)}", sorted(map(str, state)))

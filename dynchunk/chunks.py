@@ -19,7 +19,7 @@ from dynchunk._checks import require, require_int
 #: ``visible_from`` of an open chunk: no query ever sees it.
 NEVER = torch.iinfo(torch.int64).max
 
-#: What ``cu_seqlens`` may be: the length of one sequence, the offsets [B+1], or None (one sequence).
+#: What ``cu_seqlens`` may be: the length of one sequence, or the offsets [B+1].
 SequenceOffsets = int | Sequence[int] | Tensor
 
 
@@ -373,7 +373,7 @@ class Chunks:
         return _from_closings(self.cu_seqlens, at, known, kinds[keep][order])
 
     def midpoints(self) -> Chunks:
-        """Cut in the middle of every chunk: the interleaved view, which keeps whole what this splits.
+        """Cut in the middle of every chunk: an interleaved view keeps whole what this one splits.
 
         The midpoint ``start + length // 2`` is known when its chunk is closed.
 

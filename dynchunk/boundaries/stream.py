@@ -13,7 +13,6 @@ from dynchunk._checks import describe, require, require_int, require_state
 from dynchunk.chunks import Chunks, Kind, _from_closings
 from dynchunk.ops.boundaries import RuleParameters
 
-
 _KINDS = tuple(Kind)  # an index, where Kind(..) would be a search
 
 

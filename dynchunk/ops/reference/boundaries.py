@@ -55,7 +55,7 @@ def boundaries(
 
 
 def _maxima(scores: Tensor, sequence: Tensor, radius: int, threshold: float) -> Tensor:
-    """Mark the maxima of a radius, bool [T]; the last ``radius`` tokens of a sequence are not valid."""
+    """Mark the maxima of a radius, bool [T]; not valid in the last ``radius`` tokens."""
     is_high = scores.double() >= threshold
     if radius == 0 or len(scores) == 0:
         return is_high
