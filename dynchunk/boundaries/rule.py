@@ -92,13 +92,28 @@ class BoundaryRule:
 
     @property
     def max_lag(self) -> int:
-        """Tokens after any boundary until it is known, at most."""
-        return self.lag + self.min_length - 1
+        """Tokens after any boundary until it is known, at most.
+
+        ``lag`` for content boundaries, min_length - 1 more for forced cuts, and one more again for
+        a cut that moved back: it waits for the content boundary min_length after it.
+        """
+        return self.lag + (self.min_length if self.min_length > 1 else 0)
+
+    @property
+    def min_window(self) -> int:
+        """Tokens from a chunk's first one until its entry can be read, at most.
+
+        A raw window of that many tokens leaves no token unseen.
+        """
+        return self.max_length + self.lag + self.min_length - 1
 
     @property
     def locality(self) -> int:
-        """How far before a token the scores can change whether it is a content boundary."""
-        return self.radius + (self.max_length if self.ladder else 0)
+        """How far before a token the input can change whether it is a content boundary.
+
+        At least 1: the first token of a sequence is a boundary whatever its score.
+        """
+        return max(1, self.radius + (self.max_length if self.ladder else 0))
 
     def __call__(
         self,

@@ -13,10 +13,9 @@ from dynchunk._checks import describe, require
 from dynchunk.chunks import Chunks
 
 _WORDS = (
-    ("a", "key", "value", "store", "holds", "of", "the", "in", "and", "to", "is", "it", "that")
-    + ("for", "on", "with", "as", "was", "chunk", "token", "boundary", "attention", "model")
-    + ("entry", "window", "where", "each", "other", "long", "short", "follows", "content")
-)
+    "a key value store holds of the in and to is it that for on with as was chunk token boundary "
+    "attention model entry window where each other long short length follows content position"
+).split()
 
 #: The filler of the published probe (arXiv 2609.36322): a run of "=".
 FILLER = ord("=")

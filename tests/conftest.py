@@ -1,0 +1,17 @@
+"""Two hypothesis profiles: ``ci`` (default) and ``nightly`` (HYPOTHESIS_PROFILE=nightly)."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", max_examples=100, **_COMMON)
+settings.register_profile("nightly", max_examples=2_000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
