@@ -43,8 +43,7 @@ def as_cu_seqlens(cu_seqlens: SequenceOffsets, device: torch.device | None = Non
     (tensor([0, 5]), tensor([0, 2, 2, 7]))
     """
     if isinstance(cu_seqlens, int):
-        require_int("cu_seqlens", cu_seqlens, 0)
-        cu_seqlens = [0, cu_seqlens]
+        return torch.tensor([0, require_int("cu_seqlens", cu_seqlens, 0)], device=device)
     cu = torch.as_tensor(cu_seqlens)
     is_integer = not (cu.is_floating_point() or cu.is_complex() or cu.dtype == torch.bool)
     require(is_integer and cu.ndim == 1 and len(cu) >= 1, "cu_seqlens", "integers [B+1]", cu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,8 @@ from dynchunk._checks import require
 from dynchunk.boundaries.rule import BoundaryRule
 from dynchunk.chunks import Kind, SequenceOffsets
 
+_GOOD = 0.02  # relative error at which the search stops
+
 
 def calibrate(
     rule: BoundaryRule,
@@ -18,13 +21,13 @@ def calibrate(
     ratio: float,
     cu_seqlens: SequenceOffsets | None = None,
     *,
-    tolerance: float = 0.02,
+    tolerance: float = _GOOD,
 ) -> BoundaryRule:
     """Return ``rule`` with the radius and threshold that reach ``ratio`` on a sample.
 
-    The radius is the largest one, up to the rule's own, whose maxima are dense enough; then the
-    threshold is found by bisection over the scores of the sample's content boundaries. (The ratio
-    never falls as the threshold rises: forced cuts never outnumber the boundaries they replace.)
+    From the rule's own radius down, the threshold is found by bisection over the scores of the
+    sample's content boundaries, until one comes within 2 %. (The ratio never falls as the
+    threshold rises: forced cuts never outnumber the boundaries they replace.)
 
     Parameters
     ----------
@@ -36,7 +39,7 @@ def calibrate(
         Tokens per entry, between ``min_length`` and ``max_length``.
     cu_seqlens : offsets [B+1] of the sample's sequences, optional
     tolerance : float
-        Relative error that is accepted on the sample.
+        Relative error that is accepted on the sample, where no radius comes within 2 %.
 
     Raises
     ------
@@ -52,33 +55,43 @@ def calibrate(
     """
     m, M = rule.min_length, rule.max_length
     require(m <= ratio <= M, "ratio", f"a number in [min_length, max_length] = [{m}, {M}]", ratio)
-    start = replace(rule, threshold=-torch.inf)
-    dense = start(sample, cu_seqlens)
-    while dense.ratio > ratio and start.radius > m - 1:
-        start = replace(start, radius=start.radius - 1)
-        dense = start(sample, cu_seqlens)
+    found: dict[BoundaryRule, float] = {}
+    for radius in range(rule.radius, m - 2, -1):
+        found |= _bisect(replace(rule, radius=radius), sample, ratio, cu_seqlens)
+        best = min(found, key=lambda candidate: abs(found[candidate] - ratio))
+        if abs(found[best] - ratio) <= _GOOD * ratio:
+            return best
+    if abs(found[best] - ratio) <= tolerance * ratio:
+        return best
+    below = max((value for value in found.values() if value <= ratio), default=math.nan)
+    above = min((value for value in found.values() if value >= ratio), default=math.nan)
+    raise ValueError(
+        f"ratio: expected one that this rule can reach within {tolerance:.1%} on the sample, got "
+        f"{ratio}; the nearest are {below:.2f} and {above:.2f}. Scores that tie move many "
+        "boundaries at once (add a small HashScore); a ratio near max_length needs a larger "
+        "max_length, a small one a smaller min_length."
+    )
 
-    def ratio_of(candidate: BoundaryRule) -> float:
-        return candidate(sample, cu_seqlens).ratio
 
+def _bisect(
+    rule: BoundaryRule, sample: Tensor, ratio: float, cu_seqlens: SequenceOffsets | None
+) -> dict[BoundaryRule, float]:
+    """Return the rules of the two thresholds around ``ratio``, with the ratios they reach."""
+
+    def ratio_of(threshold: float) -> float:
+        return replace(rule, threshold=threshold)(sample, cu_seqlens).ratio
+
+    dense = replace(rule, threshold=-math.inf)(sample, cu_seqlens)
     peaks = torch.unique(sample[dense.starts[dense.kinds == Kind.CONTENT]].double())
-    thresholds = [-torch.inf, *peaks.tolist(), torch.inf]
-    low, high = 0, len(thresholds) - 1  # ratio_of(low) <= ratio, unless even that is too sparse
+    thresholds = [-math.inf, *peaks.tolist(), math.inf]
+    low, high = 0, len(thresholds) - 1
     while high - low > 1:
         middle = (low + high) // 2
-        if ratio_of(replace(start, threshold=thresholds[middle])) <= ratio:
+        if ratio_of(thresholds[middle]) <= ratio:
             low = middle
         else:
             high = middle
-    candidates = [replace(start, threshold=thresholds[i]) for i in (low, high)]
-    reached = {candidate: ratio_of(candidate) for candidate in candidates}
-    best = min(candidates, key=lambda candidate: abs(reached[candidate] - ratio))
-    if not abs(reached[best] - ratio) <= tolerance * ratio:
-        near = " and ".join(f"{value:.2f}" for value in sorted(reached.values()))
-        raise ValueError(
-            f"ratio: expected one that this rule can reach within {tolerance:.1%} on the sample, "
-            f"got {ratio}; the nearest are {near}. Scores that tie move many boundaries at once "
-            "(add a small HashScore); a ratio near max_length needs a larger max_length, a small "
-            "one a smaller min_length."
-        )
-    return best
+    return {
+        replace(rule, threshold=threshold): ratio_of(threshold)
+        for threshold in (thresholds[low], thresholds[high])
+    }

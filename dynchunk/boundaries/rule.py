@@ -135,8 +135,9 @@ class BoundaryRule:
             For scores [T]. Default: one sequence.
         mask : bool or 0/1 integer tensor [B, T], optional
             For scores [B, T]: True on real tokens, padding left or right. Default: no padding.
-        impl : {None, "cpu", "reference"}
-            numba on CPU tensors, vectorised torch on any device; None picks by device.
+        impl : {None, "cpu", "reference", "triton"}
+            numba on CPU tensors, vectorised torch on any device, or torch with a Triton kernel on
+            a GPU; None picks numba on the CPU, torch elsewhere.
 
         Returns
         -------

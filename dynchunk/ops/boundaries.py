@@ -18,6 +18,8 @@ that moved back when c is.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from dynchunk._checks import require, require_choice
 
-IMPLS = (None, "cpu", "reference")
+IMPLS = (None, "cpu", "reference", "triton")
 
 
 class RuleParameters(NamedTuple):
@@ -63,7 +65,7 @@ def boundaries(
     cu_seqlens : int64 tensor [B+1]
         On the device of ``scores``.
     parameters : RuleParameters
-    impl : {None, "cpu", "reference"}
+    impl : {None, "cpu", "reference", "triton"}
 
     Raises
     ------
@@ -75,18 +77,29 @@ def boundaries(
         impl = "cpu" if scores.device.type == "cpu" else "reference"
     if scores.dtype not in (torch.float32, torch.float64):
         scores = scores.float()  # exact for the 16- and 8-bit formats
+    scores = scores.detach()
+    arrays: tuple[Tensor, ...] | None
     if impl == "cpu":
         require(scores.device.type == "cpu", "impl", "'reference' on this device", impl)
         from dynchunk.ops.cpu import boundaries as cpu
 
-        found = cpu.boundaries(scores.detach().numpy(), cu_seqlens.numpy(), parameters)
-        result = None if found is None else BoundaryArrays(*map(torch.from_numpy, found))
+        found = cpu.boundaries(scores.numpy(), cu_seqlens.numpy(), parameters)
+        arrays = None if found is None else tuple(map(torch.from_numpy, found))
     else:
-        from dynchunk.ops.reference import boundaries as reference
+        from dynchunk.ops.reference.boundaries import boundaries as by_torch
 
-        plain = reference.boundaries(scores.detach(), cu_seqlens, parameters)
-        result = None if plain is None else BoundaryArrays(*plain)
-    if result is None:
+        maxima = _triton_maxima(scores) if impl == "triton" else None
+        arrays = by_torch(scores, cu_seqlens, parameters, maxima)
+    if arrays is None:
         first = int(scores.isnan().nonzero()[0])
         raise ValueError(f"scores: expected numbers, got NaN at token {first}")
-    return result
+    return BoundaryArrays(*arrays)
+
+
+def _triton_maxima(scores: Tensor) -> Callable[[Tensor, Tensor, int], Tensor]:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    ok = scores.device.type == "cuda" or interpreted
+    require(ok, "impl", "'cpu' or 'reference' for tensors that are not on a GPU", "triton")
+    from dynchunk_kernels.boundaries import maxima
+
+    return maxima

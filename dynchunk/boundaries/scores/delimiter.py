@@ -36,7 +36,8 @@ class DelimiterScore(Score):
     r"""High where text begins something: a line, a sentence, a clause, a word.
 
     A unit starts AFTER its delimiter and owns the blanks in front of it, as in the vocabularies of
-    today's tokenizers (" word"). Blank lines and indentation do not start units of their own. The
+    today's tokenizers (" word"); line ends belong to the line before. Blank lines and indentation
+    do not start units of their own. The
     score at t reads the classes of tokens t-1 and t: ``receptive_field`` = 1. Many tokens tie; add
     a small :class:`HashScore` to order them.
 
@@ -54,7 +55,7 @@ class DelimiterScore(Score):
     >>> scores = DelimiterScore.from_bytes()(torch.tensor(list(text)))
     >>> [(text[t:].decode(), score) for t, score in enumerate(scores.int().tolist()) if score]
     [('Yes. A new one,\n  here', 4), (' A new one,\n  here', 3), (' new one,\n  here', 1),
-     (' one,\n  here', 1), ('\n  here', 2), ('  here', 4)]
+     (' one,\n  here', 1), ('  here', 4)]
     """
 
     receptive_field = 1
@@ -115,8 +116,12 @@ class DelimiterScore(Score):
 
         after_space = has(before, _ENDS_SPACE)
         begins_space = has(now, _BEGINS_SPACE)
+        begins_newline, is_blank = has(now, _BEGINS_NEWLINE), has(now, _ALL_SPACE)
         units = (
-            (self.weights.newline, has(before, _ENDS_NEWLINE) & ~has(now, _BEGINS_NEWLINE)),
+            (
+                self.weights.newline,
+                (has(before, _ENDS_NEWLINE) & ~begins_newline) | (begins_newline & ~is_blank),
+            ),
             (
                 self.weights.sentence,
                 has(before, _ENDS_SENTENCE) & (begins_space | after_space),
@@ -134,7 +139,7 @@ class DelimiterScore(Score):
         scores = torch.zeros(len(tokens), device=tokens.device)
         for weight, begins in units:
             scores = torch.where(begins, scores.clamp(min=weight), scores)
-        return scores
+        return torch.where(begins_newline & is_blank, 0.0, scores)  # it ends the line before
 
 
 def _classify(text: str) -> int:
@@ -148,7 +153,7 @@ def _classify(text: str) -> int:
         | _BEGINS_NEWLINE * (first in "\r\n")
         | _BEGINS_PUNCTUATION * _is_punctuation(first)
         | _ENDS_SPACE * last.isspace()
-        | _ENDS_NEWLINE * (last == "\n")
+        | _ENDS_NEWLINE * text.rstrip(" \t").endswith("\n")  # "\n    " is an indented line's start
         | _ENDS_PUNCTUATION * _is_punctuation(final)
         | _ENDS_SENTENCE * (final in _SENTENCE_ENDS)
         | _ALL_SPACE * (not core)

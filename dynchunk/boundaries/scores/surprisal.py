@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -131,7 +132,7 @@ class SurprisalScore(Score):
                     _Order(*(torch.from_numpy(file[f"{name}{k}"]) for name in _Order._fields))
                     for k in range(order)
                 ]
-        except (KeyError, EOFError, OSError, ValueError) as error:
+        except (BadZipFile, EOFError, KeyError, OSError, ValueError) as error:
             if isinstance(error, FileNotFoundError):
                 raise
             raise ValueError(

@@ -30,9 +30,17 @@ def boundaries(
     if _has_nan(scores):
         return None
     threshold = lowest_passing(p.threshold, scores.dtype)
-    return _boundaries(
-        scores, cu_seqlens, p.radius, threshold, p.min_length, p.max_length, p.ladder
-    )
+    B = len(cu_seqlens) - 1
+    spacing = p.min_length if p.ladder else p.radius + 1
+    # numpy's own large arrays come on huge pages where the system has them, numba's do not.
+    content = np.empty(len(scores) // spacing + B + 1, np.int64)
+    cu_content = np.zeros(B + 1, np.int64)
+    rule = (p.radius, threshold, p.min_length, p.max_length, p.ladder)
+    total = _find(scores, cu_seqlens, rule, content, cu_content)
+    starts, visible_from = np.empty(total, np.int64), np.empty(total, np.int64)
+    kinds = np.empty(total, np.int8)
+    _fill(content, cu_content, cu_seqlens, rule, starts, visible_from, kinds)
+    return starts, visible_from, kinds
 
 
 def lowest_passing(threshold: float, dtype: np.dtype) -> np.floating:
@@ -214,47 +222,45 @@ def _count(content, base, known, m, M):
 
 
 @jit
-def _boundaries(scores, cu_seqlens, radius, threshold, m, M, ladder):
-    lag = radius + (M - m if ladder else 0)
-    B = cu_seqlens.size - 1
-    spacing = m if ladder else radius + 1
-    content = np.empty(scores.size // spacing + B + 1, np.int64)
-    cu_content = np.zeros(B + 1, np.int64)
+def _lag(radius, m, M, ladder):
+    return radius + (M - m if ladder else 0)
+
+
+@jit
+def _find(scores, cu_seqlens, rule, content, cu_content):
+    """Write the content boundaries of all sequences; return the number of all boundaries."""
+    radius, threshold, m, M, ladder = rule
+    lag = _lag(radius, m, M, ladder)
     total = 0
-    for b in range(B):
+    for b in range(cu_seqlens.size - 1):
         begin, end = cu_seqlens[b], cu_seqlens[b + 1]
-        at = cu_content[b]
+        mine = content[cu_content[b] :]
         found = content_boundaries(
-            scores, begin, end, begin + 1, end - lag, radius, threshold, m, M, ladder, content[at:]
+            scores, begin, end, begin + 1, end - lag, radius, threshold, m, M, ladder, mine
         )
-        cu_content[b + 1] = at + found
+        cu_content[b + 1] = cu_content[b] + found
         if end > begin:
-            total += 1 + _count(content[at : at + found], begin, end - 1 - lag, m, M)
-    starts = np.empty(total, np.int64)
-    visible_from = np.empty(total, np.int64)
-    kinds = np.empty(total, np.int8)
+            total += 1 + _count(mine[:found], begin, end - 1 - lag, m, M)
+    return total
+
+
+@jit
+def _fill(content, cu_content, cu_seqlens, rule, starts, visible_from, kinds):
+    _, _, m, M, ladder = rule
+    lag = _lag(rule[0], m, M, ladder)
     n = 0
-    for b in range(B):
+    for b in range(cu_seqlens.size - 1):
         begin, end = cu_seqlens[b], cu_seqlens[b + 1]
         if end > begin:
             starts[n] = begin
             kinds[n] = _START
             mine = content[cu_content[b] : cu_content[b + 1]]
+            known = end - 1 - lag
             # A boundary becomes known when the chunk before it is closed: one place to the left.
-            placed = place(
-                mine,
-                begin,
-                end - 1 - lag,
-                m,
-                M,
-                lag,
-                starts[n + 1 :],
-                visible_from[n:],
-                kinds[n + 1 :],
+            n += 1 + place(
+                mine, begin, known, m, M, lag, starts[n + 1 :], visible_from[n:], kinds[n + 1 :]
             )
-            n += placed + 1
             visible_from[n - 1] = _NEVER
-    return starts, visible_from, kinds
 
 
 @jit
@@ -265,7 +271,7 @@ def advance(scores, old, new, base, settings, threshold, out):
     Writes a column of ``out`` [3, >= new - old + m] each (start, known at, kind), returns how many.
     """
     radius, m, M, ladder = settings[0], settings[1], settings[2], settings[3] != 0
-    lag = radius + (M - m if ladder else 0)
+    lag = _lag(radius, m, M, ladder)
     lo, hi = max(old - lag, 1), new - lag
     if hi <= lo and base + M + m - 1 > hi - 1:
         return 0

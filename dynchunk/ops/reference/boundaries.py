@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from dynchunk.chunks import NEVER, Kind
 from dynchunk.ops.boundaries import RuleParameters
 
+#: (scores [T], cu_seqlens [B+1], radius) -> bool [T]
+Maxima = Callable[[Tensor, Tensor, int], Tensor]
+
 
 def boundaries(
-    scores: Tensor, cu_seqlens: Tensor, p: RuleParameters
+    scores: Tensor, cu_seqlens: Tensor, p: RuleParameters, maxima: Maxima | None = None
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return (starts, visible_from, kinds), or None if a score is NaN."""
+    """Return (starts, visible_from, kinds), or None if a score is NaN.
+
+    ``maxima`` finds the local maxima; default: :func:`plain_maxima`.
+    """
     if bool(scores.isnan().any()):
         return None
     device, total = scores.device, len(scores)
     token = torch.arange(total, device=device)
-    sequence = torch.repeat_interleave(
-        torch.arange(len(cu_seqlens) - 1, device=device), cu_seqlens.diff()
-    )
-    begin, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
-    is_content = _maxima(scores, sequence, p.radius, p.threshold)
+    lengths = cu_seqlens.diff()
+    begin, end = (torch.repeat_interleave(x, lengths) for x in (cu_seqlens[:-1], cu_seqlens[1:]))
+    find, is_high = maxima or plain_maxima, scores.double() >= p.threshold
+    is_content = is_high & find(scores, cu_seqlens, p.radius)
     if p.ladder:
-        is_content = _refine(is_content, scores, sequence, begin, end, p)
+        fine = is_high & find(scores, cu_seqlens, p.min_length - 1)
+        is_content = _refine(is_content, fine, begin, end, p)
     is_content &= (token > begin) & (token + p.lag < end)
 
     # Bases: first tokens and content boundaries. Each is followed by its forced cuts.
@@ -54,17 +62,18 @@ def boundaries(
     return starts, visible_from, kinds
 
 
-def _maxima(scores: Tensor, sequence: Tensor, radius: int, threshold: float) -> Tensor:
-    """Mark the maxima of a radius, bool [T]; not valid in the last ``radius`` tokens."""
-    is_high = scores.double() >= threshold
+def plain_maxima(scores: Tensor, cu_seqlens: Tensor, radius: int) -> Tensor:
+    """Mark the maxima of a radius, bool [T]; not valid in the last ``radius`` of a sequence."""
     if radius == 0 or len(scores) == 0:
-        return is_high
+        return torch.ones_like(scores, dtype=torch.bool)
     # A gap of ``radius`` times -inf around every sequence keeps neighbours out of the windows.
-    at = torch.arange(len(scores), device=scores.device) + (sequence + 1) * radius
+    gaps = torch.arange(1, len(cu_seqlens), device=scores.device) * radius
+    at = torch.arange(len(scores), device=scores.device)
+    at = at + torch.repeat_interleave(gaps, cu_seqlens.diff())
     padded = scores.new_full((int(at[-1]) + 1 + 2 * radius,), -torch.inf)
     padded[at] = scores
     window = _window_max(padded, radius)
-    return is_high & (scores > window[at - radius]) & (scores >= window[at + 1])
+    return (scores > window[at - radius]) & (scores >= window[at + 1])
 
 
 def _window_max(x: Tensor, width: int) -> Tensor:
@@ -78,20 +87,14 @@ def _window_max(x: Tensor, width: int) -> Tensor:
 
 
 def _refine(
-    is_anchor: Tensor,
-    scores: Tensor,
-    sequence: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    p: RuleParameters,
+    is_anchor: Tensor, is_fine: Tensor, begin: Tensor, end: Tensor, p: RuleParameters
 ) -> Tensor:
     """Add the maxima of radius m - 1 in gaps of more than M tokens between anchors."""
-    token = torch.arange(len(scores), device=scores.device)
+    token = torch.arange(len(begin), device=begin.device)
     is_anchor = is_anchor & (token > begin) & (token + p.radius < end)
     previous = torch.where(is_anchor | (token == begin), token, -1).cummax(0).values
     following = torch.where(is_anchor, token, NEVER).flip(0).cummin(0).values.flip(0)
     following = torch.where(following < end, following, NEVER)
     is_far = (token - previous >= p.min_length) & (following - token >= p.min_length)
     is_wide = following - previous > p.max_length
-    fine = _maxima(scores, sequence, p.min_length - 1, p.threshold)
-    return is_anchor | (fine & is_far & is_wide)
+    return is_anchor | (is_fine & is_far & is_wide)
