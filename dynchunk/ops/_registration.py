@@ -8,13 +8,15 @@ are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
 
 from dynchunk._checks import require_choice
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
 
 
 class Schema(NamedTuple):
@@ -91,5 +93,4 @@ def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def _define(name: str, function: Callable[..., Any], schema: str) -> CustomOpDef:
-    op = torch.library.custom_op(f"dynchunk::{name}", function, mutates_args=(), schema=schema)
-    return cast(CustomOpDef, op)
+    return torch.library.custom_op(f"dynchunk::{name}", function, mutates_args=(), schema=schema)
