@@ -29,15 +29,15 @@ SCHEMA = Schema(
         "SymInt topk",
         "float scale",
     ),
-    outputs=("indices", "scores"),
+    outputs=("scores", "indices"),
 )
 
 
 class TopK(NamedTuple):
     """The best entries of each query, best first."""
 
-    indices: Tensor  #: int64 [S, K], counted from the sequence's first entry; -1 = none
     scores: Tensor  #: [S, K], float32 at least; -inf = none
+    indices: Tensor  #: int64 [S, K], counted from the sequence's first entry; -1 = none
 
 
 def _fake(
@@ -51,7 +51,7 @@ def _fake(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     indices = n_visible.new_empty(len(q), topk, dtype=torch.int64)
-    return indices, q.new_empty(indices.shape, dtype=wide_dtype(q, k, weights))
+    return q.new_empty(indices.shape, dtype=wide_dtype(q, k, weights)), indices
 
 
 OPS = {

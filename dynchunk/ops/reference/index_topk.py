@@ -22,7 +22,7 @@ def index_topk(
     topk: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return (indices, scores), both [S, topk]."""
+    """Return (scores, indices), both [S, topk]."""
     wide = wide_dtype(q, k, weights)
     indices = torch.full((len(q), topk), -1, device=q.device)
     top_scores = q.new_full(indices.shape, -torch.inf, dtype=wide)
@@ -39,14 +39,14 @@ def index_topk(
         count = min(topk, len(rank))
         indices[queries, :count] = order.where(is_visible, -1)[:, :count]
         top_scores[queries, :count] = scores[:, :count]
-    return indices, top_scores
+    return top_scores, indices
 
 
 def index_topk_backward(
-    grad_indices: Tensor,
     grad_scores: Tensor,
-    indices: Tensor,
+    grad_indices: Tensor,
     scores: Tensor,
+    indices: Tensor,
     q: Tensor,
     k: Tensor,
     weights: Tensor,
