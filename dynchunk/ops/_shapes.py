@@ -16,10 +16,11 @@ def check(
     """Raise unless ``x`` is a tensor of the shape ``dims``, such as ``"T H 1"``.
 
     A name that is not in ``sizes`` stands for any size and is put there. ``kind`` is
-    ``"floating"`` or ``"integer"`` (32 or 64 bits).
+    ``"floating"`` or ``"integer"``.
     """
+    expected = "a floating tensor" if kind == "floating" else "an int32 or int64 tensor"
     if not isinstance(x, Tensor):
-        raise TypeError(f"{argument}: expected a {kind} tensor, got {describe(x)}")
+        raise TypeError(f"{argument}: expected {expected}, got {describe(x)}")
     names = dims.split()
     fits = x.ndim == len(names) and all(
         size == (int(name) if name.isdigit() else sizes.setdefault(name, size))
@@ -28,7 +29,7 @@ def check(
     if not (fits and (x.is_floating_point() if kind == "floating" else x.dtype in _INTEGERS)):
         known = ", ".join(f"{n} = {sizes[n]}" for n in dict.fromkeys(names) if n in sizes)
         shape = f"[{', '.join(names)}]" + (f" with {known}" if known else "")
-        require(False, argument, f"a {kind} tensor of shape {shape}", x)
+        require(False, argument, f"{expected} of shape {shape}", x)
 
 
 def expand(argument: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
