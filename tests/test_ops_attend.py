@@ -9,7 +9,8 @@ from ops_oracle import assert_close, few, layouts, normal, random_layout
 
 from dynchunk.chunks import Chunks
 from dynchunk.ops.attend import attend
-from dynchunk.ops.layout import Reads
+from dynchunk.ops.layout import Reads, Spans
+from dynchunk.ops.pool import pool
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 NAMES = ("q", "k", "v", "entry_k", "entry_v", "bias", "sink")
@@ -355,6 +356,26 @@ def test_case_2_padding_left_or_right_is_no_part_of_a_packed_row():
             padded[mask] = packed
             same = x | dict.fromkeys(("q", "k", "v"), padded[mask])
             assert torch.equal(run(same, Reads.of(chunks, window=3)).out, exact)
+
+
+@pytest.mark.parametrize("cover", ["window", "tail"])
+@pytest.mark.parametrize("stride", [2, 3, 4, 8])
+def test_case_20_no_token_changes_an_output_before_it(stride, cover):
+    """For all pairs (t, j): the entries are those of the perturbed keys."""
+    n = 2 * stride + 3
+    chunks = Chunks.fixed(stride, n)
+    reads, spans = Reads.of(chunks, window=2, cover=cover), Spans.of(chunks, overlap=True)
+    q, x = normal(n, 4, 3), normal(n, 2, 6, seed=1)
+
+    def out(x):
+        return attend(q, x[..., :3], None, pool(x, spans, gate=x), None, reads).out
+
+    exact = out(x)
+    for j in range(n):
+        changed = x.clone()
+        changed[j] += 1
+        assert torch.equal(out(changed)[:j], exact[:j])
+        assert not torch.equal(out(changed)[j], exact[j])
 
 
 def test_case_22_empty_sequences_and_no_query():

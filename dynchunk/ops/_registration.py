@@ -81,7 +81,7 @@ def register(
 
 
 def choose(impl: str | None, ops: Mapping[str, CustomOpDef]) -> CustomOpDef:
-    """Return the implementation of that name; None picks by device."""
+    """Return the implementation of that name; None means the one that runs on any device."""
     require_choice("impl", impl, (None, *ops))
     return ops["reference" if impl is None else impl]
 
