@@ -1,0 +1,108 @@
+"""Chunks to entries: a softmax over the tokens of each chunk, for each channel.
+
+Entry i, per channel:
+
+    E_i = sum_j a_j C_j,    a = softmax_j(Z_j + P_slot(j))
+
+over the tokens j of chunk i, with values C, gate Z, slot bias P and ``slot(j)`` the token's offset
+from the start of its chunk (the last row of P serves all slots past it). Without Z and P this is
+the mean. With *overlap*, C, Z and P have 2D channels: entry i pools series a (the first D) of chunk
+i - 1 and series b (the last D) of chunk i in one softmax, the first chunk of a sequence only b.
+(DeepSeek V4: HCA is the plain form, CSA the one with overlap.)
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from dynchunk._checks import require
+from dynchunk.ops._registration import Schema, choose, register
+from dynchunk.ops._shapes import expand
+from dynchunk.ops.layout import Spans
+from dynchunk.ops.reference import pool as reference
+
+SCHEMA = Schema(
+    differentiable=("Tensor values", "Tensor? gate", "Tensor? slot_bias"),
+    constant=("Tensor? before", "Tensor starts", "Tensor ends"),
+    outputs=("entries",),
+)
+
+
+def _fake(
+    values: Tensor,
+    gate: Tensor | None,
+    slot_bias: Tensor | None,
+    before: Tensor | None,
+    starts: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    width = values.shape[2] if before is None else values.shape[2] // 2
+    return values.new_empty(starts.shape[0], values.shape[1], width)
+
+
+OPS = {
+    "reference": register("pool_reference", SCHEMA, reference.pool, reference.pool_backward, _fake),
+}
+
+
+def pool(
+    values: Tensor,
+    spans: Spans,
+    *,
+    gate: Tensor | None = None,
+    slot_bias: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Pool the tokens of each chunk into an entry.
+
+    Parameters
+    ----------
+    values : floating tensor [T, .., D], or [T, .., 2D] with overlap
+        Packed tokens.
+    spans : Spans
+        Which tokens each entry pools, and whether chunks overlap: ``Spans.of(chunks)``.
+    gate : floating tensor that broadcasts to the shape of ``values``, optional
+        Logits of the softmax. Default: zero.
+    slot_bias : floating tensor [S, D'] or [S, .., D'], optional
+        D' as in ``values``. Added to the logits.
+    impl : {None, "reference"}
+
+    Returns
+    -------
+    tensor [N, .., D]
+        In the dtype of ``values``; the softmax is computed in float32 at least. A row for every
+        chunk: that of an open chunk is zero and passes no gradient on (no query sees it).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from dynchunk.chunks import Chunks
+    >>> x = torch.tensor([[1.0], [3.0], [5.0], [7.0], [9.0]])
+    >>> pool(x, Spans.of(Chunks.fixed(2, 5))).flatten()
+    tensor([2., 6., 0.])
+    """
+    ok = values.is_floating_point() and values.ndim >= 2
+    require(ok, "values", "a floating tensor [T, .., D]", values)
+    series = 1 if spans.before is None else 2
+    require(values.shape[-1] % series == 0, "values", "2D channels with overlap", values)
+    if gate is not None:
+        gate = _as_heads(expand("gate", gate, tuple(values.shape)))
+    if slot_bias is not None:
+        slot_bias = _as_heads(_expand_bias(slot_bias, tuple(values.shape)))
+    entries: Tensor = choose(impl, OPS)(_as_heads(values), gate, slot_bias, *spans)
+    return entries.reshape(len(entries), *values.shape[1:-1], values.shape[-1] // series)
+
+
+def _expand_bias(slot_bias: Tensor, shape: tuple[int, ...]) -> Tensor:
+    ok = slot_bias.ndim in (2, len(shape)) and len(slot_bias) > 0
+    require(ok, "slot_bias", f"[S, {shape[-1]}] or [S, .., {shape[-1]}], S >= 1", slot_bias)
+    if slot_bias.ndim == 2:
+        slot_bias = slot_bias.reshape(len(slot_bias), *[1] * (len(shape) - 2), -1)
+    return expand("slot_bias", slot_bias, (len(slot_bias), *shape[1:]))
+
+
+def _as_heads(x: Tensor) -> Tensor:
+    """View [T, .., D] as [T, H, D]."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])

@@ -1,0 +1,130 @@
+"""Every operation passes opcheck and compiles without a graph break, as a first call too."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ops_oracle import normal
+from torch._dynamo.testing import CompileCounter
+
+from dynchunk.chunks import Chunks
+from dynchunk.ops import attend, attend_selected, attend_selected_chunks, index_topk, pool
+from dynchunk.ops.layout import Reads, Spans
+
+VIEWS = [Chunks.fixed(2, [0, 5, 5, 11]), Chunks.fixed(3, [0, 5, 5, 11])]
+N = len(VIEWS[0]) + len(VIEWS[1])
+READS, ONE_VIEW = Reads.of(VIEWS, window=2), Reads.of(VIEWS[0], window=0)
+SPANS = Spans.of(VIEWS[0])
+OVERLAPPING = Spans.of(VIEWS[0], overlap=True)
+LISTS = torch.tensor([[0, -1], [1, 1]]).repeat(6, 1)[:11, None]
+
+Q, K, V = (11, 4, 3), (11, 2, 3), (11, 2, 2)
+ENTRY_K, ENTRY_V = (N, 1, 3), (N, 1, 2)
+
+# Name: the module, a function of floating tensors only, their shapes.
+CALLS = {
+    "pool_mean": (pool, lambda x: pool.pool(x, SPANS), [K]),
+    "pool_gated_with_overlap": (
+        pool,
+        lambda x, gate, bias: pool.pool(x, OVERLAPPING, gate=gate, slot_bias=bias),
+        [(11, 2, 4), (11, 2, 4), (3, 4)],
+    ),
+    "attend": (
+        attend,
+        lambda *x: attend.attend(*x[:5], READS, bias=x[5], sink=x[6]),
+        [Q, K, V, ENTRY_K, ENTRY_V, (N,), (4,)],
+    ),
+    "attend_with_keys_as_values": (
+        attend,
+        lambda q, k, entry_k: attend.attend(q, k, None, entry_k, None, READS),
+        [Q, K, ENTRY_K],
+    ),
+    "attend_selected": (
+        attend_selected,
+        lambda *x: attend_selected.attend_selected(*x[:5], LISTS, READS, bias=x[5], sink=x[6]),
+        [Q, K, V, ENTRY_K, ENTRY_V, (N, 1), (4,)],
+    ),
+    "attend_selected_chunks": (
+        attend_selected_chunks,
+        lambda q, k, v, sink: attend_selected_chunks.attend_selected_chunks(
+            q, k, v, LISTS[:4], READS, block=3, sink=sink
+        ),
+        [Q, K, V, (4,)],
+    ),
+    "index_topk": (
+        index_topk,
+        lambda q, k, weights: index_topk.index_topk(q, k, weights, ONE_VIEW, 2),
+        [(11, 2, 3), (len(VIEWS[0]), 3), (11, 2)],
+    ),
+}
+
+
+def inputs_of(name, dtype=torch.float64):
+    return [
+        normal(*shape, dtype=dtype, seed=i, grad=True) for i, shape in enumerate(CALLS[name][2])
+    ]
+
+
+def results(function, inputs):
+    """Outputs, and gradients of a function of the floating ones."""
+    found = function(*inputs)
+    outputs = [found] if isinstance(found, torch.Tensor) else list(found)
+    loss = sum(x[x.isfinite()].square().sum() for x in outputs if x.is_floating_point())
+    return outputs + list(torch.autograd.grad(loss, inputs))
+
+
+def check_compiled(name, backend):
+    """Compile forward and backward as one graph each, and compare with eager."""
+    inputs = inputs_of(name, torch.float32)
+    compiled = torch.compile(CALLS[name][1], fullgraph=True, backend=backend)
+    for found, eager in zip(
+        results(compiled, inputs), results(CALLS[name][1], inputs), strict=True
+    ):
+        assert torch.equal(found, eager)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", CALLS)
+def test_opcheck(name, dtype, monkeypatch):
+    module, call, _ = CALLS[name]
+    given = []
+
+    def record(impl, ops):
+        return lambda *args: given.append(args) or ops["reference"](*args)
+
+    monkeypatch.setattr(module, "choose", record)
+    call(*inputs_of(name, dtype))
+    torch.library.opcheck(module.OPS["reference"], given[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("pool_gated_with_overlap", "aot_eager"),
+        ("attend", "inductor"),
+        ("attend_selected", "aot_eager"),
+        ("attend_selected_chunks", "aot_eager"),
+        ("index_topk", "aot_eager"),
+    ],
+)
+def test_the_first_call_of_a_process_compiles_as_one_graph(name, backend):
+    script = f"import test_ops_registration as t; t.check_compiled({name!r}, {backend!r})"
+    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, check=True)
+
+
+def test_lengths_do_not_recompile():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    def call(q, entry_k, *reads):
+        return attend.attend(q, q, None, entry_k, None, Reads(*reads)).out
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter, dynamic=True)
+    for tokens in (61, 63, 64, 100):
+        chunks = Chunks.fixed(4, tokens)
+        q, entry_k = normal(tokens, 2, 3), normal(len(chunks), 2, 3)
+        reads = Reads.of(chunks, window=3)
+        assert torch.equal(compiled(q, entry_k, *reads), call(q, entry_k, *reads))
+    assert counter.frame_count == 1
