@@ -143,7 +143,7 @@ class ChunkedAttention(nn.Module):
         return Mixed(self.o_proj(out.flatten(1)), loss)
 
     def _heads(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-        x = x.reshape(len(x), -1, self.head_dim)
+        x = x.reshape(len(x), x.shape[-1] // self.head_dim, self.head_dim)
         return x if norm is None else norm(x)
 
     def _compressors(self, dim: int) -> tuple[Compressor | None, Compressor | None]:
@@ -166,7 +166,7 @@ class ChunkedAttention(nn.Module):
             dim,
             views=len(policy.views),
             slots=policy.max_length,
-            rope=policy.rope,
+            rope=policy.rope and policy.rope.for_index(self.head_dim, policy.selection.dim),
         )
 
     def _entries(

@@ -84,7 +84,7 @@ class V4Attention(nn.Module):
                     sizes.query_rank,
                     views=1,
                     slots=policy.max_length,
-                    rope=policy.rope,
+                    rope=policy.rope and policy.rope.for_index(width, policy.selection.dim),
                 )
 
     def forward(self, x: Tensor, chunks: Chunks | Sequence[Chunks] | Layout) -> Mixed:
@@ -118,6 +118,6 @@ class V4Attention(nn.Module):
         out = attend_entries(
             q, kv, None, entries, None, layout, self.policy.rope, indices=indices, sink=self.sink
         )
-        grouped = out.reshape(len(out), self.sizes.groups, -1)
+        grouped = out.reshape(len(out), *self.o_a_weight.shape[::2])
         low_rank_out = torch.einsum("tgi,goi->tgo", grouped, self.o_a_weight)
         return Mixed(self.o_b_proj(low_rank_out.flatten(1)), loss)

@@ -103,7 +103,8 @@ def index_loss(
     """
     scale = q.shape[-1] ** -0.5
     q = rotate(q.detach(), layout.query_position, rope)
-    of_view = q.reshape(len(q), len(layout.views), entry_k[0].shape[1], -1, q.shape[-1])
+    views, heads = len(layout.views), entry_k[0].shape[1]
+    of_view = q.reshape(len(q), views, heads, q.shape[1] // (views * heads), q.shape[2])
     losses = []
     for view, (scores, indices) in enumerate(zip(*choice, strict=True)):
         chosen = indices >= 0
