@@ -58,7 +58,7 @@ def rotate(x: Tensor, position: Tensor, rope: Rope | None, *, inverse: bool = Fa
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     speed = frequencies(rope, x.shape[-1], x.device, wide)
     angle = position.to(wide)[:, None] * (-speed if inverse else speed)
-    angle = angle.reshape(len(position), *[1] * (x.ndim - 2), -1)
+    angle = angle.reshape(len(position), *[1] * (x.ndim - 2), len(speed))
     cos, sin = angle.cos(), angle.sin()
     still, turning = x[..., : -2 * len(speed)], x[..., -2 * len(speed) :].to(wide)
     even, odd = turning[..., 0::2], turning[..., 1::2]
