@@ -95,6 +95,26 @@ def test_case_3_a_prompt_cut_anywhere_equals_the_whole(policy):
         assert_close(model(tokens[:length]).logits, whole[:length].detach())
 
 
+@policies
+def test_only_the_last_tokens_of_each_sequence(policy):
+    model, tokens, cu = build(policy), ids(14), [0, 3, 3, 14]
+    whole = model(tokens, cu)
+    for last in (1, 5):
+        out = model(tokens, cu, last=last)
+        rows = [*range(max(0, 3 - last), 3), *range(14 - last, 14)]
+        assert_close(out.logits, whole.logits[rows].detach())
+        for ours, theirs in zip(out.views, whole.views, strict=True):
+            assert all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_the_implementation_of_attend_may_be_chosen():
+    model, tokens = build(POLICIES["fixed-staggered"], dtype=torch.float32), ids(3, 12)
+    batched = model(tokens, impl="batched").logits
+    assert_close(batched, model(tokens, impl="reference").logits.detach().double())
+    with pytest.raises(ValueError, match="impl: expected one of None, 'reference'"):
+        model(tokens, impl="fastest")
+
+
 @few
 @given(st.sampled_from(sorted(POLICIES)), st.lists(st.integers(0, 9), min_size=1, max_size=4))
 def test_case_15_a_batch_equals_its_rows(name, sizes):
@@ -355,7 +375,13 @@ def test_no_file_and_no_other_keys(tmp_path):
         (lambda m: m(ids(2, 4), [0, 8]), "cu_seqlens: expected None for tokens"),
         (lambda m: m(ids(2, 4), mask=torch.ones(4, 2)), r"mask: expected shape \[2, 4\]"),
         (lambda m: m(ids(8), chunks=Chunks.fixed(3, 9)), "chunks: expected chunks of the seq"),
-        (lambda m: m(ids(8), layer_chunks=[None]), "layer_chunks: expected one a layer"),
+        (lambda m: m(ids(8), layer_chunks=[None]), "layer_chunks: expected 2 items"),
+        (
+            lambda m: m(ids(8), chunks=Chunks.fixed(3, 8), layer_chunks=[None] * 2),
+            "layer_chunks: expected None beside chunks",
+        ),
+        (lambda m: m(ids(2, 4), last=1), "last: expected None for a batch"),
+        (lambda m: m(ids(4), last=0), "last: expected an integer >= 1"),
         (
             lambda _: build(Policy(LOCAL_MAXIMA, window=8))(ids(8)),
             r"scores: expected scores \[8\], or chunks",

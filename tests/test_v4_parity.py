@@ -110,7 +110,7 @@ def test_every_attention_layer_equals_theirs_in_a_prefill(shape):
         torch.testing.assert_close(ours, out[0], **CLOSE)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=IDS[:3])
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
 def test_every_attention_layer_equals_theirs_token_by_token(shape):
     *sizes, tokens = shape
     prompt = tokens - 40
@@ -185,7 +185,7 @@ def test_the_indexer_chooses_the_same_entries_but_for_ties(stride, heads):
     layout = Layout.of(attention.policy, Chunks.fixed(stride, tokens))
     ours = attention.indexer(x[0], x[0, :, :24], layout)
     ties = [assert_same_choice(*row) for row in zip(scores, chosen, ours.indices[0], strict=True)]
-    assert heads < 8 or not any(ties)
+    assert any(ties) == (heads == 1) or 1 < heads < 8
     for t, (best, indices) in enumerate(zip(ours.scores[0], ours.indices[0], strict=True)):
         real = indices >= 0
         torch.testing.assert_close(best[real], scores[t, indices[real]], **CLOSE)
