@@ -89,6 +89,18 @@ def test_float32_is_close_to_float64(policy):
 
 
 @policies
+def test_bfloat16_is_near_float32_at_far_positions(policy):
+    # 300 tokens: more than bfloat16 counts, so that slopes must not be rounded to it.
+    layer, x = build(policy, dtype=torch.bfloat16), normal(300, 8, dtype=torch.bfloat16)
+    layout = Layout.of(policy, chunks_for(policy, [0, 300]))
+    out = layer(x, layout).out
+    assert out.dtype == torch.bfloat16
+    expected = layer.float()(x.float(), layout).out.detach()
+    if layer.indexer is None:  # rounding changes what an indexer chooses
+        assert (out.float() - expected).norm() < 2e-2 * expected.norm()
+
+
+@policies
 def test_case_20_no_future_token_changes_a_past_output(policy):
     layer, x, total = build(policy), normal(14, 8), 14
     layout = Layout.of(policy, chunks_for(policy, total))
