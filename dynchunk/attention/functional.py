@@ -30,6 +30,7 @@ def chunk_attention(
     indices: Tensor | None = None,
     sink: Tensor | None = None,
     slopes: Tensor | None = None,
+    impl: str | None = None,
 ) -> Tensor:
     """Pool the keys and values of each chunk and attend to entries and raw tokens.
 
@@ -46,7 +47,8 @@ def chunk_attention(
         None: the keys are the values, and the output is rotated back.
     policy : Policy
         One without overlap, whose second series only a module has.
-    chunks : Chunks, one per view, or a Layout
+    chunks : Chunks, a sequence of them, or a Layout
+        As :meth:`Layout.of` takes them.
     gate, slot_bias : floating tensors [T, H_kv, D] and [slots, H_kv, D], optional
         Logits of the softmax that pools; one for keys and values. Default: the mean.
     indices : integer tensor [S, K] or [S, H_kv, K], optional
@@ -54,6 +56,8 @@ def chunk_attention(
     sink : floating tensor [H], optional
     slopes : floating tensor [H], optional
         As in :func:`attend_entries`.
+    impl : str, optional
+        Of :func:`~dynchunk.ops.attend.attend`.
 
     Returns
     -------
@@ -73,7 +77,17 @@ def chunk_attention(
     entry_k = _pool(k, layout, gate, slot_bias)
     entry_v = None if v is None else _pool(v, layout, gate, slot_bias)
     return attend_entries(
-        q, k, v, entry_k, entry_v, layout, policy.rope, indices=indices, sink=sink, slopes=slopes
+        q,
+        k,
+        v,
+        entry_k,
+        entry_v,
+        layout,
+        policy.rope,
+        indices=indices,
+        sink=sink,
+        slopes=slopes,
+        impl=impl,
     )
 
 

@@ -144,7 +144,8 @@ class ChunkedTransformer(nn.Module):
         scores : floating tensor [T], optional
             For policies with a rule and no score.
         log_p : floating tensor [T], optional
-            Bias of the entries of chunks that start at each token, for chunks or scores given.
+            Bias of the entries of chunks that start at each token, for chunks or scores given. To
+            stay causal, it may read tokens up to the one at which the chunk's entry is readable.
         last : int >= 1, optional
             Only the logits of so many last tokens of each packed sequence, which spares the last
             layer the others.
