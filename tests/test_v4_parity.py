@@ -120,7 +120,7 @@ def test_every_attention_layer_equals_theirs_token_by_token(shape):
     with torch.no_grad():
         cache = model(ids[:, :prompt], use_cache=True).past_key_values
         for t in range(prompt, tokens):
-            cache = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).past_key_values
+            cache = model(ids[:, t : t + 1], cache=cache, use_cache=True).past_key_values
     for layer, seen in zip(model.model.layers, calls, strict=True):
         attention = attention_from_transformers(layer.self_attn)
         x = torch.cat([given[0] for given, _ in seen])
