@@ -171,7 +171,7 @@ def attention(layer, x, views, bias=None):
             entries, tokens = oracle.entries_and_tokens(view, t, window, policy.cover)
             if reads is not None:
                 entries = [i for i in entries if i - first in reads[g][t]]
-            slope = 0.0 if layer.slopes is None else float(layer.slopes[h])
+            slope = 0.0 if layer.slopes is None else float(layer.slopes[h].detach())
             rows = []
             for i in entries:
                 at = position[int(view.starts[i])]
