@@ -181,7 +181,7 @@ def attention(layer, x, views, bias=None):
             for j in tokens:
                 key = rotate(k[j, kv], position[j], policy.rope)
                 rows.append((key, key if v is None else v[j, kv], slope * (j - t)))
-            sink = None if layer.sink is None else float(layer.sink[h])
+            sink = None if layer.sink is None else float(layer.sink[h].detach())
             query = rotate(q[t, h], position[t], policy.rope)
             mixed, _ = oracle.softmax_of(query, rows, sink, width**-0.5)
             back = policy.rope if v is None else None
