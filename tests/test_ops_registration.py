@@ -36,6 +36,11 @@ CALLS = {
         lambda *x: attend.attend(*x[:5], READS, bias=x[5], sink=x[6]),
         [Q, K, V, ENTRY_K, ENTRY_V, (N,), (4,)],
     ),
+    "attend_batched": (
+        attend,
+        lambda *x: attend.attend(*x[:5], READS, bias=x[5], sink=x[6], impl="batched"),
+        [Q, K, V, ENTRY_K, ENTRY_V, (N,), (4,)],
+    ),
     "attend_with_keys_as_values": (
         attend,
         lambda q, k, entry_k: attend.attend(q, k, None, entry_k, None, READS),

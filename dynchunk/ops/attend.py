@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dynchunk.ops._attention import OPERANDS, Attended, Operands, default_scale, fake_attended
 from dynchunk.ops._registration import Schema, choose, register
+from dynchunk.ops.batched import attend as batched
 from dynchunk.ops.layout import Reads
 from dynchunk.ops.reference import attend as reference
 
@@ -38,6 +39,9 @@ SCHEMA = Schema(
 OPS = {
     "reference": register(
         "attend_reference", SCHEMA, reference.attend, reference.attend_backward, fake_attended
+    ),
+    "batched": register(
+        "attend_batched", SCHEMA, batched.attend, batched.attend_backward, fake_attended
     ),
 }
 
@@ -77,7 +81,9 @@ def attend(
         A logit without a value.
     scale : float, optional
         Default: D^-1/2.
-    impl : {None, "reference"}
+    impl : {None, "reference", "batched"}
+        "batched" pads all sequences to one length, for CPU tensors: the fast one to train small
+        models with. Quadratic memory, and batch mates may move the last bit.
 
     Returns
     -------
