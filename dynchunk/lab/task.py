@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from dynchunk._checks import require, require_int
-from dynchunk.boundaries import Score
 
 
 class TokenClass(IntEnum):
     """What a token is: what a tokenizer's vocabulary tells for free."""
 
     FILLER = 0
-    KEY = 1
-    VALUE = 2
+    KEY = 1  #: the first token of a key
+    INNER = 2  #: a later token of a key
+    VALUE = 3
 
 
 class RecallBatch(NamedTuple):
@@ -76,7 +76,7 @@ class RecallTask:
     run : int
         Length of one run of equal filler tokens in the context; 0: none.
     keys, values, fillers : int
-        Sizes of the three vocabularies.
+        Sizes of the vocabularies; later tokens of keys have one of their own, as large as ``keys``.
     period : int
         A multiple of all strides to compare, see the module; 1: no prefix.
 
@@ -131,14 +131,19 @@ class RecallTask:
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids: filler first, then keys, then values."""
-        return self.fillers + self.keys + self.values
+        """Number of token ids: filler, first tokens of keys, later ones, values."""
+        return self.fillers + 2 * self.keys + self.values
 
     @property
     def classes(self) -> Tensor:
         """The :class:`TokenClass` of every token id, int64 [vocabulary]."""
-        sizes = torch.tensor([self.fillers, self.keys, self.values])
+        sizes = torch.tensor([self.fillers, self.keys, self.keys, self.values])
         return torch.repeat_interleave(sizes)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The token ids that start a pair: first tokens of keys."""
+        return tuple(range(self.fillers, self.fillers + self.keys))
 
     def draw(self, batch: int, *, seed: int, step: int = 0, prefix: int | None = None) -> RecallBatch:
         """Sample sequences of equal length; equal arguments give equal sequences.
@@ -226,11 +231,12 @@ class RecallTask:
             while bool((repeats := _has_repeats(codes)).any()):
                 again = (int(repeats.sum()), self.pairs)
                 codes[repeats] = torch.randint(distinct, again, generator=generator)
-        powers = self.keys ** torch.arange(self.key_length)
+        place = torch.arange(self.key_length)
+        keys = codes[..., None] // self.keys**place % self.keys + self.keys * (place > 0)
         values = torch.randint(self.values, shape, generator=generator)
         return _Pairs(
-            codes[..., None] // powers % self.keys + self.fillers,
-            values + self.fillers + self.keys,
+            keys + self.fillers,
+            values + self.fillers + 2 * self.keys,
             codes * self.values + values,
         )
 
@@ -249,33 +255,6 @@ class RecallTask:
             others = outer[:, 1:]
         has_run = int(self.run > 0)
         return starts, others[:, :has_run], others[:, has_run:]
-
-
-class ClassScore(Score):
-    """1 where a pair starts (a key token after one that is none), else 0: told boundaries.
-
-    Parameters
-    ----------
-    classes : int64 tensor [vocabulary]
-        As :attr:`RecallTask.classes`.
-
-    Examples
-    --------
-    >>> task = RecallTask()
-    >>> ClassScore(task.classes)(torch.tensor([0, 40, 120, 41, 121, 3]))
-    tensor([0., 1., 0., 1., 0., 0.])
-    """
-
-    receptive_field = 1
-
-    def __init__(self, classes: Tensor) -> None:
-        self.classes = classes
-
-    def score(self, tokens: Tensor, offsets: Tensor) -> Tensor:
-        """Return float32 scores [T]."""
-        is_key = self.classes[tokens] == TokenClass.KEY
-        follows_key = is_key.roll(1) & (offsets > 0)
-        return (is_key & ~follows_key).float()
 
 
 def make_generator(*seeds: int) -> torch.Generator:
