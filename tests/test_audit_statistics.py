@@ -43,7 +43,7 @@ def test_gaps_of_clusters_of_unequal_difficulty(rng):
         p_values.append(gap_test(correct, phases, draws=200, seed=seed).p)
         pooled.append(gap_test(correct.ravel(), phases.ravel(), draws=200, seed=seed).p)
     assert np.mean(np.array(p_values) < 0.05) < 0.09
-    assert np.mean(p_values) == pytest.approx(0.5, abs=0.1)  # gaps of 1/60 tie often
+    assert np.mean(p_values) == pytest.approx(0.5, abs=0.15)  # gaps of 1/60 tie often
     assert np.mean(pooled) > 0.9  # pooled, the null is far too wide
 
 
