@@ -1,0 +1,59 @@
+"""Attention over chunks: policies, a function, modules, a small language model."""
+
+from dynchunk.attention.chunked import ChunkedAttention, Mixed
+from dynchunk.attention.compressor import Compressor
+from dynchunk.attention.functional import attend_entries, chunk_attention
+from dynchunk.attention.indexer import Indexer
+from dynchunk.attention.layout import Layout, one_chunk_each
+from dynchunk.attention.policy import Policy, csa, csa2, full, hca, sliding
+from dynchunk.attention.specs import (
+    All,
+    AsScored,
+    GatedPool,
+    Hash,
+    Learned,
+    MeanPool,
+    Midpoints,
+    Rescored,
+    Rope,
+    Router,
+    Shifted,
+    TokenClasses,
+    TopK,
+    Yarn,
+)
+from dynchunk.attention.transformer import ChunkedTransformer, ModelConfig, Output
+
+__all__ = [
+    "All",
+    "AsScored",
+    "ChunkedAttention",
+    "ChunkedTransformer",
+    "Compressor",
+    "GatedPool",
+    "Hash",
+    "Indexer",
+    "Layout",
+    "Learned",
+    "MeanPool",
+    "Midpoints",
+    "Mixed",
+    "ModelConfig",
+    "Output",
+    "Policy",
+    "Rescored",
+    "Rope",
+    "Router",
+    "Shifted",
+    "TokenClasses",
+    "TopK",
+    "Yarn",
+    "attend_entries",
+    "chunk_attention",
+    "csa",
+    "csa2",
+    "full",
+    "hca",
+    "one_chunk_each",
+    "sliding",
+]

@@ -1,0 +1,187 @@
+"""Self-attention of any policy as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dynchunk._checks import require, require_int
+from dynchunk.attention.compressor import EPS, Compressor
+from dynchunk.attention.functional import attend_entries
+from dynchunk.attention.indexer import Indexer, index_loss
+from dynchunk.attention.layout import Layout
+from dynchunk.attention.policy import Policy
+from dynchunk.attention.specs import GatedPool, MeanPool, TopK
+from dynchunk.chunks import Chunks
+from dynchunk.ops.pool import pool
+
+
+class Mixed(NamedTuple):
+    """What a layer returns."""
+
+    out: Tensor  #: [T, dim]
+    index_loss: Tensor | None  #: what trains the indexer, a scalar; None without one
+
+
+class ChunkedAttention(nn.Module):
+    """Causal self-attention over entries and raw tokens, as a policy says.
+
+    Query and key heads have an RMSNorm (Qwen3), positions are rotary, entries are rotated at their
+    chunk's first token. With ``shared_kv`` one projection gives keys and values, and the output is
+    rotated back at the query's position (DeepSeek V4).
+
+    Parameters
+    ----------
+    policy : Policy
+    dim : int
+        Size of the hidden states.
+    heads : int
+    kv_heads : int
+        Where the policy's G views do not divide it, each head of queries, keys and values becomes G
+        of 1 / G of the channels: views at equal bytes.
+    head_dim : int, optional
+        Default: dim / heads.
+    shared_kv : bool
+        Keys are the values.
+    qk_norm : bool
+    slopes : bool
+        Learnable distance slopes for raw tokens, one per head, that start as ALiBi's.
+
+    Examples
+    --------
+    >>> from dynchunk.boundaries import FixedStride
+    >>> policy = Policy(FixedStride(4), window=8)
+    >>> layer = ChunkedAttention(policy, dim=16, heads=2, kv_heads=1, shared_kv=True)
+    >>> layer(torch.randn(10, 16), Chunks.fixed(4, 10)).out.shape
+    torch.Size([10, 16])
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int | None = None,
+        *,
+        shared_kv: bool = False,
+        qk_norm: bool = True,
+        slopes: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, value in (("dim", dim), ("heads", heads), ("kv_heads", kv_heads)):
+            require_int(name, value, 1)
+        require(heads % kv_heads == 0, "heads", f"a multiple of kv_heads = {kv_heads}", heads)
+        width = dim // heads if head_dim is None else require_int("head_dim", head_dim, 1)
+        views = len(policy.views)
+        if kv_heads % views:
+            require(width % views == 0, "head_dim", f"a multiple of {views} views", width)
+            heads, kv_heads, width = heads * views, kv_heads * views, width // views
+        self.policy, self.heads, self.kv_heads, self.head_dim = policy, heads, kv_heads, width
+        self.shared_kv = shared_kv
+        self.q_proj = nn.Linear(dim, heads * width, bias=False)
+        self.k_proj = nn.Linear(dim, kv_heads * width, bias=False)
+        self.v_proj = None if shared_kv else nn.Linear(dim, kv_heads * width, bias=False)
+        self.o_proj = nn.Linear(heads * width, dim, bias=False)
+        self.q_norm = nn.RMSNorm(width, eps=EPS) if qk_norm else None
+        self.k_norm = nn.RMSNorm(width, eps=EPS) if qk_norm else None
+        self.sink = nn.Parameter(torch.zeros(heads)) if policy.sink else None
+        self.slopes: nn.Parameter | None = None
+        if slopes:
+            steps = torch.arange(1, heads + 1, dtype=torch.float32)
+            self.slopes = nn.Parameter(2.0 ** (-8 * steps / heads))
+        self.compress_k, self.compress_v = self._compressors(dim)
+        self.entry_norm: nn.RMSNorm | None = None
+        if isinstance(policy.reduction, MeanPool) and not policy.reduction.own:
+            self.entry_norm = nn.RMSNorm(width, eps=EPS) if policy.reduction.norm else None
+        self.indexer = self._indexer(dim)
+
+    def forward(self, x: Tensor, chunks: Chunks | Sequence[Chunks] | Layout) -> Mixed:
+        """Mix packed hidden states.
+
+        Parameters
+        ----------
+        x : floating tensor [T, dim]
+        chunks : Chunks, one per view, or a Layout
+            Of the same sequences; a ``Layout`` may be shared by layers of one policy.
+            :func:`~dynchunk.attention.layout.one_chunk_each` for a policy without boundaries.
+
+        Returns
+        -------
+        Mixed
+        """
+        layout = chunks if isinstance(chunks, Layout) else Layout.of(self.policy, chunks)
+        total = layout.views[0].num_tokens
+        require(x.ndim == 2 and len(x) == total, "x", f"hidden states of {total} tokens", x)
+        q, k = self._heads(self.q_proj(x), self.q_norm), self._heads(self.k_proj(x), self.k_norm)
+        v = None if self.v_proj is None else self._heads(self.v_proj(x), None)
+        entry_k, entry_v = self._entries(x, k, v, layout)
+        indices, loss = None, None
+        if self.indexer is not None:
+            choice = self.indexer(x.detach(), x.detach(), layout)
+            heads = self.kv_heads // len(layout.views)
+            indices = torch.stack(choice.indices, 1).repeat_interleave(heads, 1)
+            loss = index_loss(choice, q, entry_k, layout, self.policy.rope)
+        out = attend_entries(
+            q,
+            k,
+            v,
+            entry_k,
+            entry_v,
+            layout,
+            self.policy.rope,
+            indices=indices,
+            sink=self.sink,
+            slopes=self.slopes,
+        )
+        return Mixed(self.o_proj(out.flatten(1)), loss)
+
+    def _heads(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+        x = x.reshape(len(x), -1, self.head_dim)
+        return x if norm is None else norm(x)
+
+    def _compressors(self, dim: int) -> tuple[Compressor | None, Compressor | None]:
+        policy = self.policy
+        own = isinstance(policy.reduction, GatedPool) or policy.reduction.own
+        if policy.boundaries is None or not own:
+            return None, None
+        size = (policy.reduction, dim, self.kv_heads, self.head_dim, policy.max_length)
+        of_v = None if self.shared_kv else Compressor(*size, norm=False)
+        return Compressor(*size, norm=policy.reduction.norm), of_v
+
+    def _indexer(self, dim: int) -> Indexer | None:
+        policy = self.policy
+        if policy.boundaries is None or not isinstance(policy.selection, TopK):
+            return None
+        return Indexer(
+            policy.selection,
+            policy.reduction,
+            dim,
+            dim,
+            views=len(policy.views),
+            slots=policy.max_length,
+            rope=policy.rope,
+        )
+
+    def _entries(
+        self, x: Tensor, k: Tensor, v: Tensor | None, layout: Layout
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        heads = self.kv_heads // len(layout.views)
+        if self.policy.boundaries is None:
+            nothing = [k.new_zeros(len(view), heads, self.head_dim) for view in layout.views]
+            return nothing, None if v is None else nothing
+        if self.compress_k is not None:
+            of_v = None if self.compress_v is None else self.compress_v(x, layout)
+            return self.compress_k(x, layout), of_v
+
+        def mean(raw: Tensor) -> list[Tensor]:
+            views = enumerate(layout.spans)
+            return [pool(raw[:, g * heads : (g + 1) * heads], spans) for g, spans in views]
+
+        entry_k = mean(k)
+        if self.entry_norm is not None:
+            entry_k = [self.entry_norm(entries) for entries in entry_k]
+        return entry_k, None if v is None else mean(v)

@@ -1,0 +1,119 @@
+"""Which entries a query reads: the lightning indexer, and the loss that trains it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dynchunk.attention.compressor import Compressor
+from dynchunk.attention.layout import Layout
+from dynchunk.attention.rope import rotate
+from dynchunk.attention.specs import Reduction, Rope, TopK
+from dynchunk.ops.index_topk import index_topk
+
+
+class Choice(NamedTuple):
+    """The entries that an indexer chose in each of G views."""
+
+    scores: list[Tensor]  #: [S, K] per view, with a gradient
+    indices: list[Tensor]  #: int64 [S, K] per view, -1 = none
+
+
+class Indexer(nn.Module):
+    """DeepSeek V4's lightning indexer: own small entries, scored by several small heads.
+
+    Parameters
+    ----------
+    topk : TopK
+    reduction : GatedPool or MeanPool
+    dim : int
+        Size of the hidden states.
+    query_dim : int
+        Size of what the queries are projected from.
+    views, slots : int
+    rope : Rope or None
+
+    Examples
+    --------
+    >>> from dynchunk.attention import hca
+    >>> from dynchunk.chunks import Chunks
+    >>> topk = TopK(2, heads=2, dim=4)
+    >>> indexer = Indexer(topk, hca().reduction, 8, 8, views=1, slots=3, rope=None)
+    >>> x = torch.randn(7, 8)
+    >>> indexer(x, x, Layout.of(hca(), Chunks.fixed(3, 7))).indices[0][:3]
+    tensor([[-1, -1],
+            [-1, -1],
+            [ 0, -1]])
+    """
+
+    def __init__(
+        self,
+        topk: TopK,
+        reduction: Reduction,
+        dim: int,
+        query_dim: int,
+        *,
+        views: int,
+        slots: int,
+        rope: Rope | None,
+    ) -> None:
+        super().__init__()
+        self.topk, self.rope = topk, rope
+        self.compressor = Compressor(reduction, dim, views, topk.dim, slots)
+        self.q_proj = nn.Linear(query_dim, topk.heads * topk.dim, bias=False)
+        self.weights_proj = nn.Linear(dim, topk.heads, bias=False)
+
+    def forward(self, x: Tensor, query: Tensor, layout: Layout) -> Choice:
+        """Choose for every token of hidden states ``x`` [T, dim] and ``query`` [T, query_dim]."""
+        q = self.q_proj(query).unflatten(-1, (self.topk.heads, self.topk.dim))
+        q = rotate(q, layout.position, self.rope)
+        weights = self.weights_proj(x) * self.topk.heads**-0.5
+        choice = Choice([], [])
+        for view, entries in enumerate(self.compressor(x, layout)):
+            keys = rotate(entries[:, 0], layout.entry_position[view], self.rope)
+            best = index_topk(q, keys, weights, layout.read(view), self.topk.k)
+            choice.scores.append(best.scores)
+            choice.indices.append(best.indices)
+        return choice
+
+
+def index_loss(
+    choice: Choice, q: Tensor, entry_k: list[Tensor], layout: Layout, rope: Rope | None
+) -> Tensor:
+    """Return the KL divergence of the index scores from the attention over the same entries.
+
+    A choice passes no gradient, so this is what trains an indexer (DeepSeek V3.2, arXiv
+    2512.02556): the target is the mean over heads, and only the scores get a gradient.
+
+    Parameters
+    ----------
+    choice : Choice
+    q : tensor [S, H, D]
+    entry_k : tensors [N_g, H_kv / G, D], one per view
+        Both before RoPE.
+    layout : Layout
+    rope : Rope or None
+
+    Returns
+    -------
+    tensor []
+        The mean over views and over the queries that read an entry; zero if none does.
+    """
+    scale = q.shape[-1] ** -0.5
+    q = rotate(q.detach(), layout.query_position, rope)
+    of_view = q.reshape(len(q), len(layout.views), entry_k[0].shape[1], -1, q.shape[-1])
+    losses = []
+    for view, (scores, indices) in enumerate(zip(*choice, strict=True)):
+        chosen = indices >= 0
+        reads = chosen.any(-1)
+        keys = rotate(entry_k[view].detach(), layout.entry_position[view], rope)
+        keys = keys[(indices + layout.first_entry(view)[:, None])[reads].where(chosen[reads], 0)]
+        logits = torch.einsum("shrd,skhd->shrk", of_view[reads, view], keys) * scale
+        logits = logits.masked_fill(~chosen[reads, None, None], -torch.inf)
+        target = logits.softmax(-1).mean((1, 2))
+        log_chosen = scores[reads].log_softmax(-1).masked_fill(~chosen[reads], 0)
+        divergence = (torch.xlogy(target, target) - target * log_chosen).sum(-1)
+        losses.append(divergence.sum() / max(1, len(divergence)))
+    return torch.stack(losses).mean()

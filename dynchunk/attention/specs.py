@@ -1,0 +1,232 @@
+"""What a policy is made of: small frozen specifications, written to and read from dictionaries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from dynchunk._checks import require, require_choice, require_int
+
+#: How a learned score gets a gradient: not at all, log p of the boundary as a bias of its entry's
+#: logit, or the gradient of that bias without its value.
+CREDITS = ("none", "log_p", "straight_through")
+
+
+# What scores the tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Hash:
+    """Hash of the last ``n`` token ids: :class:`~dynchunk.boundaries.HashScore`."""
+
+    n: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_int("n", self.n, 1)
+        require_int("seed", self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenClasses:
+    """1 for the token ids that start something, 0 for all others; use a threshold of 0.5."""
+
+    starts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for token in self.starts:
+            require_int("starts", token, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A learned linear function of a token's normalised hidden state and the ``reach`` before it.
+
+    For local maxima: ``credit="log_p"`` gives it a gradient through the logits of the entries.
+    """
+
+    reach: int = 1
+    credit: str = "log_p"
+
+    def __post_init__(self) -> None:
+        require_int("reach", self.reach, 0)
+        require_choice("credit", self.credit, CREDITS)
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """H-Net's router: :class:`~dynchunk.boundaries.SimilarityScore`, trained to ``ratio``."""
+
+    ratio: float = 4.0
+    credit: str = "log_p"
+
+    def __post_init__(self) -> None:
+        require(self.ratio > 1, "ratio", "a number > 1", self.ratio)
+        require_choice("credit", self.credit, CREDITS)
+
+
+ScoreSpec = Hash | TokenClasses | Learned | Router
+
+
+# Views of one segmentation, one per group of KV heads
+
+
+@dataclass(frozen=True, slots=True)
+class AsScored:
+    """The chunks as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shifted:
+    """Every boundary moved by ``k`` tokens; on a fixed grid the staggered one."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        require_int("k", self.k)
+
+
+@dataclass(frozen=True, slots=True)
+class Midpoints:
+    """Cut in the middle of every chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rescored:
+    """The same rule on another score."""
+
+    score: ScoreSpec
+
+
+View = AsScored | Shifted | Midpoints | Rescored
+
+
+# What a chunk leaves, and what a query reads of it
+
+
+@dataclass(frozen=True, slots=True)
+class MeanPool:
+    """The mean of keys and values.
+
+    Parameters
+    ----------
+    own : bool
+        Of projections of its own; else of the raw keys (before RoPE) and values.
+    norm : bool
+        RMSNorm of the entry's key.
+    log_length : bool
+        Add the log of the chunk's length to the logit: an entry weighs as much as its tokens.
+    """
+
+    own: bool = False
+    norm: bool = False
+    log_length: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class GatedPool:
+    """A softmax over the chunk's tokens for each channel, as in DeepSeek V4.
+
+    Parameters
+    ----------
+    slot_bias : bool
+        Add a learned row per slot to the gate.
+    overlap : bool
+        Pool also a second series of the chunk before.
+    norm : bool
+        RMSNorm of the entry's key.
+    """
+
+    slot_bias: bool = True
+    overlap: bool = False
+    norm: bool = True
+
+
+Reduction = MeanPool | GatedPool
+
+
+@dataclass(frozen=True, slots=True)
+class All:
+    """A query reads all visible entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """A query reads the ``k`` entries that a lightning indexer scores highest."""
+
+    k: int
+    heads: int = 64
+    dim: int = 128
+
+    def __post_init__(self) -> None:
+        require_int("k", self.k, 0)
+        require_int("heads", self.heads, 1)
+        require_int("dim", self.dim, 1)
+
+
+Selection = All | TopK
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN's interpolation of RoPE frequencies (Peng et al., arXiv 2309.00071)."""
+
+    factor: float = 16.0
+    original: int = 65536
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions on the trailing ``fraction`` of a head's channels, in neighbouring pairs."""
+
+    fraction: float = 1.0
+    theta: float = 10_000.0
+    yarn: Yarn | None = None
+
+    def __post_init__(self) -> None:
+        require(0 < self.fraction <= 1, "fraction", "a number in (0, 1]", self.fraction)
+        require(self.theta > 0, "theta", "a number > 0", self.theta)
+
+    def dims(self, head_dim: int) -> int:
+        """Return how many of a head's channels rotate: an even number."""
+        dims = int(head_dim * self.fraction)
+        require(dims % 2 == 0 and dims > 0, "rope", "an even number of channels", dims)
+        return dims
+
+
+# Dictionaries
+
+
+def encode(value: Any) -> Any:
+    """Return what JSON can hold; a specification becomes a dict with its class as ``kind``."""
+    if is_dataclass(value) and not isinstance(value, type):
+        items = {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+        return {"kind": type(value).__name__} | items
+    if isinstance(value, tuple):
+        return [encode(item) for item in value]
+    if isinstance(value, float) and math.isinf(value):
+        return str(value)
+    return value
+
+
+def decode(argument: str, data: Any, kinds: Mapping[str, type]) -> Any:
+    """Return what :func:`encode` was given; ``kinds`` are the classes that may occur."""
+    if isinstance(data, dict):
+        name = data.get("kind")
+        require_choice(f"{argument}: kind", name, tuple(kinds))
+        kind = kinds[str(name)]
+        known = tuple(field.name for field in fields(kind))
+        given = {key: value for key, value in data.items() if key != "kind"}
+        for key in given:
+            require_choice(f"{argument}: field of {name}", key, known)
+        try:
+            return kind(**{key: decode(key, value, kinds) for key, value in given.items()})
+        except TypeError as error:
+            raise ValueError(f"{argument}: {name}: {error}") from error
+    if isinstance(data, list):
+        return tuple(decode(argument, item, kinds) for item in data)
+    return float(data) if data in ("inf", "-inf") else data

@@ -1,0 +1,315 @@
+"""A small causal language model in Qwen3's style whose layers compress by policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dynchunk._checks import require, require_int
+from dynchunk.attention import specs
+from dynchunk.attention.chunked import ChunkedAttention
+from dynchunk.attention.compressor import EPS
+from dynchunk.attention.layout import Layout
+from dynchunk.attention.policy import KINDS, VERSION, Policy, full
+from dynchunk.attention.scoring import Segmented, Segmenter, score_specs
+from dynchunk.boundaries import SharePlan
+from dynchunk.chunks import Chunks, SequenceOffsets, as_cu_seqlens, cu_seqlens_from_mask
+
+#: Chunks given to a model: of one score, or of a score and of each view on another.
+Given = Chunks | Sequence[Chunks]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes and policies of a :class:`ChunkedTransformer`.
+
+    Parameters
+    ----------
+    vocab, dim, layers, heads : int
+    kv_heads : int
+    head_dim : int, optional
+        Default: dim / heads.
+    mlp_dim : int, optional
+        Hidden size of the SwiGLU. Default: 3 dim.
+    pattern : tuple of Policy
+        Of the layers in turn, again from the front when it is used up: ``(sliding(), csa(),
+        hca())`` interleaves three kinds.
+    sharing : SharePlan, optional
+        Whose boundaries each layer uses. Default: each kind of boundaries is made once, by the
+        first layer that has it.
+    shared_kv, qk_norm, slopes : bool
+        As in :class:`~dynchunk.attention.ChunkedAttention`.
+    tied : bool
+        The embedding is also the head.
+
+    Examples
+    --------
+    >>> config = ModelConfig(vocab=10, dim=8, layers=2, heads=2, kv_heads=1)
+    >>> ModelConfig.from_dict(config.as_dict()) == config
+    True
+    """
+
+    vocab: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int | None = None
+    mlp_dim: int | None = None
+    pattern: tuple[Policy, ...] = (full(),)
+    sharing: SharePlan | None = None
+    shared_kv: bool = False
+    qk_norm: bool = True
+    slopes: bool = False
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "dim", "layers", "heads", "kv_heads"):
+            require_int(name, getattr(self, name), 1)
+        ok = len(self.pattern) > 0 and all(isinstance(p, Policy) for p in self.pattern)
+        require(ok, "pattern", "at least one Policy", self.pattern)
+        if self.sharing is not None:
+            leaders = self.sharing.leaders
+            require(len(leaders) == self.layers, "sharing", f"{self.layers} layers", leaders)
+            for layer, leader in enumerate(leaders):
+                same = _scored_by(self.policy(layer)) == _scored_by(self.policy(leader))
+                expected = f"one with the boundaries and score of layer {leader}"
+                require(same, f"policy of layer {layer}", expected, self.policy(layer))
+
+    def policy(self, layer: int) -> Policy:
+        """Return the policy of a layer."""
+        return self.pattern[layer % len(self.pattern)]
+
+    @property
+    def plan(self) -> SharePlan:
+        """Whose boundaries each layer uses."""
+        if self.sharing is not None:
+            return self.sharing
+        keys = [_scored_by(self.policy(layer)) for layer in range(self.layers)]
+        return SharePlan(tuple(keys.index(key) for key in keys))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the config as JSON can hold it."""
+        return {"version": VERSION, **specs.encode(self)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ModelConfig:
+        """Return the config that :meth:`as_dict` wrote."""
+        require(isinstance(data, dict), "config", "a dict", data)
+        version = data.get("version")
+        require(version == VERSION, "config version", str(VERSION), version)
+        given = {key: value for key, value in data.items() if key != "version"}
+        kinds = KINDS | {"ModelConfig": cls, "SharePlan": SharePlan}
+        config = specs.decode("config", given, kinds)
+        require(isinstance(config, cls), "config: kind", "'ModelConfig'", data.get("kind"))
+        return config  # type: ignore[no-any-return]
+
+
+def _scored_by(policy: Policy) -> tuple[Any, ...]:
+    """Return what two layers must have in common to use the same boundaries."""
+    return policy.boundaries, score_specs(policy)
+
+
+class Output(NamedTuple):
+    """What a model returns."""
+
+    logits: Tensor  #: [T, vocab], or [B, L, vocab] with zeros on padding
+    views: tuple[tuple[Chunks, ...], ...]  #: the chunks of each layer's views
+    ratio_loss: Tensor | None  #: H-Net's, mean over routers; None without one
+    index_loss: Tensor | None  #: mean over layers with an indexer; None without one
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Tokens per entry of each layer, measured; NaN without entries."""
+        return tuple(sum(view.ratio for view in views) / len(views) for views in self.views)
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward layer."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, hidden, bias=False)
+        self.up_proj = nn.Linear(dim, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor like ``x``."""
+        out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on the norm of the residual stream and added to it."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=EPS)
+        self.attention = ChunkedAttention(
+            config.policy(layer),
+            config.dim,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            shared_kv=config.shared_kv,
+            qk_norm=config.qk_norm,
+            slopes=config.slopes,
+        )
+        self.mlp_norm = nn.RMSNorm(config.dim, eps=EPS)
+        self.mlp = SwiGLU(config.dim, config.mlp_dim or 3 * config.dim)
+
+    def forward(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream [T, dim] and the loss of the layer's indexer."""
+        mixed, index_loss = self.attention(self.attention_norm(x), layout)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), index_loss
+
+
+class ChunkedTransformer(nn.Module):
+    """Causal language model with chunk-compressed attention.
+
+    Layer 0's boundaries are scored on the embeddings, which have read one token each; a later
+    leader's on its input, whose reach is unbounded.
+
+    Parameters
+    ----------
+    config : ModelConfig
+
+    Examples
+    --------
+    >>> from dynchunk.boundaries import FixedStride
+    >>> policy = Policy(FixedStride(4), window=8)
+    >>> model = ChunkedTransformer(
+    ...     ModelConfig(vocab=10, dim=8, layers=2, heads=2, kv_heads=1, pattern=(policy,))
+    ... )
+    >>> out = model(torch.tensor([[1, 2, 3, 4, 5, 6], [0, 0, 7, 8, 9, 1]]))
+    >>> out.logits.shape, out.ratios
+    (torch.Size([2, 6, 10]), (4.0, 4.0))
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.dim)
+        nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)
+        self.segmenters = nn.ModuleDict(
+            {str(one): Segmenter(config.policy(one), config.dim) for one in config.plan.groups}
+        )
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=EPS)
+        self.head = None if config.tied else nn.Linear(config.dim, config.vocab, bias=False)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cu_seqlens: SequenceOffsets | None = None,
+        *,
+        mask: Tensor | None = None,
+        chunks: Given | None = None,
+        layer_chunks: Sequence[Given | None] | None = None,
+        scores: Tensor | None = None,
+        log_p: Tensor | None = None,
+    ) -> Output:
+        """Return the logits of the next tokens.
+
+        Parameters
+        ----------
+        tokens : integer tensor [T] or [B, L]
+            Packed token ids, or a batch.
+        cu_seqlens : offsets [B+1], optional
+            Of packed tokens. Default: one sequence.
+        mask : bool or 0/1 integer tensor [B, L], optional
+            True on real tokens, padding left or right. What padding holds does not matter.
+        chunks : Chunks, or a sequence of them, optional
+            Of the packed tokens, for all layers with boundaries in place of the policies' own (a
+            grid with random offsets, say). A sequence: those of the policy's score, then those of
+            each view on another.
+        layer_chunks : sequence [layers], optional
+            The same for each layer that leads; None where it makes its own.
+        scores : floating tensor [T], optional
+            For policies with a rule and no score.
+        log_p : floating tensor [T], optional
+            Bias of the entries of chunks that start at each token, for chunks or scores given.
+
+        Returns
+        -------
+        Output
+        """
+        packed, cu, real = _pack(tokens, cu_seqlens, mask)
+        given = [chunks] * self.config.layers if layer_chunks is None else list(layer_chunks)
+        require(len(given) == self.config.layers, "layer_chunks", "one a layer", layer_chunks)
+        x = self.embedding(packed)
+        segmented: dict[int, Segmented] = {}
+        layouts: dict[tuple[int, Policy], Layout] = {}
+        views, index_losses = [], []
+        for layer, (block, leader) in enumerate(
+            zip(self.blocks, self.config.plan.leaders, strict=True)
+        ):
+            policy = self.config.policy(layer)
+            if layer == leader:
+                segmented[layer] = self._segment(
+                    layer, given[layer], cu, packed, x, cu, scores, log_p
+                )
+            key = (leader, policy)
+            if key not in layouts:
+                cut = segmented[leader]
+                layouts[key] = Layout.of(policy, cut.chunks, log_p=cut.log_p)
+            x, index_loss = block(x, layouts[key])
+            views.append(layouts[key].views)
+            index_losses.append(index_loss)
+        logits = nn.functional.linear(
+            self.norm(x), self.embedding.weight if self.head is None else self.head.weight
+        )
+        return Output(
+            _unpack(logits, real),
+            tuple(views),
+            _mean([cut.ratio_loss for cut in segmented.values()]),
+            _mean(index_losses),
+        )
+
+    def _segment(
+        self, layer: int, given: Given | None, cu_seqlens: Tensor, *scored: Tensor | None
+    ) -> Segmented:
+        """Return the chunks given to a layer, or those that its segmenter makes."""
+        if given is None or self.config.policy(layer).boundaries is None:
+            found: Segmented = self.segmenters[str(layer)](*scored)
+            return found
+        chunks = (given,) if isinstance(given, Chunks) else tuple(given)
+        same = all(torch.equal(one.cu_seqlens, cu_seqlens) for one in chunks)
+        require(same, "chunks", f"chunks of the sequences {cu_seqlens.tolist()}", given)
+        return Segmented(chunks, (scored[-1],) * len(chunks), None)
+
+
+def _pack(
+    tokens: Tensor, cu_seqlens: SequenceOffsets | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return packed tokens [T], their offsets, and for a batch bool [B, L], True where real."""
+    integers = isinstance(tokens, Tensor) and not tokens.is_floating_point()
+    require(integers and tokens.ndim in (1, 2), "tokens", "token ids [T] or [B, L]", tokens)
+    if tokens.ndim == 1:
+        require(mask is None, "mask", "None for packed tokens [T]", mask)
+        cu = as_cu_seqlens(len(tokens) if cu_seqlens is None else cu_seqlens, tokens.device)
+        fits = int(cu[-1]) == len(tokens)
+        require(fits, "cu_seqlens", f"{len(tokens)} (all tokens) at the end", cu.tolist())
+        return tokens, cu, None
+    require(cu_seqlens is None, "cu_seqlens", "None for tokens [B, L] (use mask)", cu_seqlens)
+    real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    require(real.shape == tokens.shape, "mask", f"shape {list(tokens.shape)}", mask)
+    cu = cu_seqlens_from_mask(real)
+    return tokens[real.bool()], cu, real.bool()
+
+
+def _unpack(x: Tensor, real: Tensor | None) -> Tensor:
+    if real is None:
+        return x
+    padded = x.new_zeros(*real.shape, x.shape[-1])
+    return padded.masked_scatter(real[..., None], x)
+
+
+def _mean(losses: Sequence[Tensor | None]) -> Tensor | None:
+    found = [loss for loss in losses if loss is not None]
+    return torch.stack(found).mean() if found else None
