@@ -158,7 +158,7 @@ class Chunks:
         device = boundaries.device if isinstance(boundaries, Tensor) else None
         cu = as_cu_seqlens(cu_seqlens, device)
         at = _as_positions(boundaries, cu)
-        known = at - 1 if confirmed_at is None else torch.as_tensor(confirmed_at, device=cu.device)
+        known = at - 1 if confirmed_at is None else _as_integers(confirmed_at, cu.device)
         ok = known.shape == at.shape and not known.is_floating_point()
         require(ok, "confirmed_at", f"integers [{len(at)}]", known)
         known = torch.maximum(known.to(torch.int64), at - 1)
@@ -190,8 +190,7 @@ class Chunks:
         >>> Chunks.from_lengths([2, 3, 1], [0, 5, 6]).starts
         tensor([0, 2, 5])
         """
-        sizes = torch.as_tensor(lengths)
-        sizes = sizes.to(torch.int64) if sizes.numel() == 0 else sizes
+        sizes = _as_integers(lengths)
         ok = not sizes.is_floating_point() and sizes.ndim == 1 and bool((sizes >= 1).all())
         require(ok, "lengths", "integers [N], each >= 1", lengths)
         ends = sizes.to(torch.int64).cumsum(0)
@@ -457,13 +456,19 @@ def _move(visible_from: Tensor, offset: int) -> Tensor:
     return torch.where(visible_from == NEVER, NEVER, visible_from + offset)
 
 
+def _as_integers(values: Tensor | Sequence[int], device: torch.device | None = None) -> Tensor:
+    """Return a tensor; an empty list, which torch takes for floating, as int64."""
+    x = torch.as_tensor(values, device=device)
+    return x.to(torch.int64) if x.numel() == 0 else x
+
+
 def _as_positions(boundaries: Tensor | Sequence[int], cu_seqlens: Tensor) -> Tensor:
     total = int(cu_seqlens[-1])
     at = torch.as_tensor(boundaries, device=cu_seqlens.device)
     if at.dtype == torch.bool:
         require(tuple(at.shape) == (total,), "boundaries", f"bool of shape [{total}]", at)
         return at.nonzero().flatten()
-    at = at.to(torch.int64) if at.numel() == 0 else at  # torch.as_tensor([]) is floating
+    at = _as_integers(at, at.device)
     require(not at.is_floating_point() and at.ndim == 1, "boundaries", "positions [K]", at)
     at = at.to(torch.int64)
     require(bool((at.diff() > 0).all()), "boundaries", "strictly increasing positions", boundaries)

@@ -34,8 +34,8 @@ app = typer.Typer(
 Decode = Callable[[list[int]], str]
 
 _SHOWN = 480  # tokens of the coloured view
-_STYLES = ("black on #cfe3f7", "black on #f8e3c5")
-_FORCED_STYLE = "black on #f2b8b0"
+_STYLES = ("black on cyan", "black on yellow")  # told apart on every terminal
+_FORCED_STYLE = "black on red"
 
 
 class ScoreName(StrEnum):

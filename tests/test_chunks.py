@@ -120,6 +120,7 @@ def test_from_boundaries_names_sequence_starts_itself():
     assert chunks.starts.tolist() == [0, 2, 5, 6, 8]
     assert chunks.visible_from.tolist() == [1, NEVER, 5, NEVER, NEVER]
     assert Chunks.from_boundaries(torch.tensor([1, 0, 1, 0, 0]).bool(), 5).starts.tolist() == [0, 2]
+    assert Chunks.from_boundaries([], 5, confirmed_at=[]).starts.tolist() == [0]
     closed = Chunks.from_boundaries([2, 6], [0, 5, 8], close_last=True)
     assert closed.visible_from.tolist() == [1, 4, 5, 7]
     assert closed.kinds.tolist() == [Kind.START, Kind.GIVEN, Kind.START, Kind.GIVEN]

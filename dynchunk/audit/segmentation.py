@@ -114,13 +114,14 @@ class SegmentationReport:
         left.axvline(self.stride, color="#c2532f", linestyle="--", label=f"fixed {self.stride}")
         left.set(xlabel="tokens in a chunk", ylabel="chunks")
         left.set_title(f"lengths (ratio {self.chunks.ratio:.2f})")
+        left.xaxis.get_major_locator().set_params(integer=True)
         left.legend(frameon=False)
         content, fixed = self.survival["content"], self.survival["fixed"]
         right.plot(content, "o-", color="#3b6ea8", label="content boundaries")
         right.plot(fixed, "s--", color="#c2532f", label=f"fixed stride {self.stride}")
         right.set(xlabel="tokens put in front", ylabel="share of chunks unchanged")
         right.set(ylim=(-0.03, 1.06), title="what survives a shift")
-        right.legend(frameon=False, loc="center right")
+        right.legend(framealpha=1, loc="center")
         figure.savefig(path, dpi=150)
         plt.close(figure)
 
