@@ -25,9 +25,7 @@ def rng():
 
 def test_gap_p_values_are_uniform_under_the_null(rng):
     phases = rng.integers(0, 24, 2_400)
-    tests = [
-        gap_test(rng.random(2_400) < 0.9, phases, draws=400, seed=seed) for seed in range(300)
-    ]
+    tests = [gap_test(rng.random(2_400) < 0.9, phases, draws=400, seed=seed) for seed in range(300)]
     assert is_uniform([test.p for test in tests])
     above = np.mean([test.gap > test.null95 for test in tests])
     assert 0.02 < above < 0.09
@@ -111,9 +109,7 @@ def test_a_strong_harmonic_does_not_hide_the_stride(rng, period):
 @pytest.mark.parametrize("trend", [0.0, 0.15])
 def test_without_a_period_p_values_are_uniform(rng, trend):
     chance = 0.8 + trend * np.linspace(0, 1, 48) ** 2
-    tests = [
-        period_test(profile(rng, chance), draws=400, seed=seed) for seed in range(300)
-    ]
+    tests = [period_test(profile(rng, chance), draws=400, seed=seed) for seed in range(300)]
     assert is_uniform([test.p for test in tests])
     assert np.mean([test.period is not None for test in tests]) < 0.035
 
@@ -122,7 +118,9 @@ def test_a_flat_profile_has_no_period():
     assert period_test(np.ones(48)).period is None
 
 
-@pytest.mark.parametrize("accuracy", [np.ones(6), np.full(24, np.nan), np.ones((2, 24)), np.ones(13)])
+@pytest.mark.parametrize(
+    "accuracy", [np.ones(6), np.full(24, np.nan), np.ones((2, 24)), np.ones(13)]
+)
 def test_bad_profiles(accuracy):
     with pytest.raises(ValueError, match="accuracy: expected"):
         period_test(accuracy)

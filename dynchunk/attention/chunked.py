@@ -99,7 +99,9 @@ class ChunkedAttention(nn.Module):
             self.entry_norm = nn.RMSNorm(width, eps=EPS) if policy.reduction.norm else None
         self.indexer = self._indexer(dim)
 
-    def forward(self, x: Tensor, chunks: Chunks | Sequence[Chunks] | Layout) -> Mixed:
+    def forward(
+        self, x: Tensor, chunks: Chunks | Sequence[Chunks] | Layout, *, impl: str | None = None
+    ) -> Mixed:
         """Mix packed hidden states.
 
         Parameters
@@ -108,6 +110,8 @@ class ChunkedAttention(nn.Module):
         chunks : Chunks, one per view, or a Layout
             Of the same sequences; a ``Layout`` may be shared by layers of one policy.
             :func:`~dynchunk.attention.layout.one_chunk_each` for a policy without boundaries.
+        impl : str, optional
+            Of :func:`~dynchunk.ops.attend.attend`.
 
         Returns
         -------
@@ -136,6 +140,7 @@ class ChunkedAttention(nn.Module):
             indices=indices,
             sink=self.sink,
             slopes=self.slopes,
+            impl=impl,
         )
         return Mixed(self.o_proj(out.flatten(1)), loss)
 

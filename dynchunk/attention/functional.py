@@ -89,6 +89,7 @@ def attend_entries(
     indices: Tensor | None = None,
     sink: Tensor | None = None,
     slopes: Tensor | None = None,
+    impl: str | None = None,
 ) -> Tensor:
     """Attend to entries that are there already: everything before RoPE, entries one per view.
 
@@ -97,6 +98,8 @@ def attend_entries(
     (slope, -slope * its position) and a raw key (its position, 1), in units of the logits' scale;
     an entry holds zeros. The product of slope and position is rounded in the dtype of ``q``, so
     logits are off by some 1e-7 slope * position in float32.
+
+    ``impl`` is that of :func:`~dynchunk.ops.attend.attend`, where all visible entries are read.
 
     Returns
     -------
@@ -110,7 +113,9 @@ def attend_entries(
         q, k, entry_k = _add_slopes(q, k, entry_k, slopes / scale, layout)
     bias = None if layout.bias is None else [b.to(q.dtype) for b in layout.bias]
     if indices is None:
-        result = attend(q, k, v, entry_k, entry_v, layout.reads, bias=bias, sink=sink, scale=scale)
+        result = attend(
+            q, k, v, entry_k, entry_v, layout.reads, bias=bias, sink=sink, scale=scale, impl=impl
+        )
     else:
         result = attend_selected(
             q, k, v, entry_k, entry_v, indices, layout.reads, bias=bias, sink=sink, scale=scale

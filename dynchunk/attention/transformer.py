@@ -162,9 +162,11 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=EPS)
         self.mlp = SwiGLU(config.dim, config.mlp_dim or 3 * config.dim)
 
-    def forward(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, layout: Layout, impl: str | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream [T, dim] and the loss of the layer's indexer."""
-        mixed, index_loss = self.attention(self.attention_norm(x), layout)
+        mixed, index_loss = self.attention(self.attention_norm(x), layout, impl=impl)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), index_loss
 
@@ -213,6 +215,7 @@ class ChunkedTransformer(nn.Module):
         layer_chunks: Sequence[Given | None] | None = None,
         scores: Tensor | None = None,
         log_p: Tensor | None = None,
+        impl: str | None = None,
     ) -> Output:
         """Return the logits of the next tokens.
 
@@ -234,6 +237,8 @@ class ChunkedTransformer(nn.Module):
             For policies with a rule and no score.
         log_p : floating tensor [T], optional
             Bias of the entries of chunks that start at each token, for chunks or scores given.
+        impl : str, optional
+            Of :func:`~dynchunk.ops.attend.attend`: "batched" is fast for short sequences on a CPU.
 
         Returns
         -------
@@ -258,7 +263,7 @@ class ChunkedTransformer(nn.Module):
             if key not in layouts:
                 cut = segmented[leader]
                 layouts[key] = Layout.of(policy, cut.chunks, log_p=cut.log_p)
-            x, index_loss = block(x, layouts[key])
+            x, index_loss = block(x, layouts[key], impl)
             views.append(layouts[key].views)
             index_losses.append(index_loss)
         logits = nn.functional.linear(

@@ -110,7 +110,9 @@ class RecallTask:
         require(self.key_length in (1, 2, 3), "key_length", "1, 2 or 3", self.key_length)
         require(self.queries <= self.pairs, "queries", f"at most {self.pairs} pairs", self.queries)
         distinct = self.keys**self.key_length
-        require(self.pairs <= distinct // 2, "pairs", f"at most half of {distinct} keys", self.pairs)
+        require(
+            self.pairs <= distinct // 2, "pairs", f"at most half of {distinct} keys", self.pairs
+        )
         used = self.pairs * self.width
         room = self.context - self.run if self.stretch is None else self.stretch
         require(used <= room, "pairs", f"at most {room} tokens of pairs", used)
@@ -145,7 +147,9 @@ class RecallTask:
         """The token ids that start a pair: first tokens of keys."""
         return tuple(range(self.fillers, self.fillers + self.keys))
 
-    def draw(self, batch: int, *, seed: int, step: int = 0, prefix: int | None = None) -> RecallBatch:
+    def draw(
+        self, batch: int, *, seed: int, step: int = 0, prefix: int | None = None
+    ) -> RecallBatch:
         """Sample sequences of equal length; equal arguments give equal sequences.
 
         Parameters
