@@ -1,5 +1,6 @@
 """Attention over chunks: policies, a function, modules, a small language model."""
 
+from dynchunk.attention.checkpoint import load, save
 from dynchunk.attention.chunked import ChunkedAttention, Mixed
 from dynchunk.attention.compressor import Compressor
 from dynchunk.attention.functional import attend_entries, chunk_attention
@@ -54,6 +55,8 @@ __all__ = [
     "csa2",
     "full",
     "hca",
+    "load",
     "one_chunk_each",
+    "save",
     "sliding",
 ]

@@ -22,7 +22,7 @@ from dynchunk.ops.pool import pool
 class Mixed(NamedTuple):
     """What a layer returns."""
 
-    out: Tensor  #: [T, dim]
+    out: Tensor  #: [S, dim]
     index_loss: Tensor | None  #: what trains the indexer, a scalar; None without one
 
 
@@ -108,7 +108,8 @@ class ChunkedAttention(nn.Module):
         ----------
         x : floating tensor [T, dim]
         chunks : Chunks, one per view, or a Layout
-            Of the same sequences; a ``Layout`` may be shared by layers of one policy.
+            Of the same sequences; a ``Layout`` may be shared by layers of one policy, and may have
+            only the last tokens of each sequence as queries, S of them.
             :func:`~dynchunk.attention.layout.one_chunk_each` for a policy without boundaries.
         impl : str, optional
             Of :func:`~dynchunk.ops.attend.attend`.
@@ -120,12 +121,14 @@ class ChunkedAttention(nn.Module):
         layout = chunks if isinstance(chunks, Layout) else Layout.of(self.policy, chunks)
         total = layout.views[0].num_tokens
         require(x.ndim == 2 and len(x) == total, "x", f"hidden states of {total} tokens", x)
-        q, k = self._heads(self.q_proj(x), self.q_norm), self._heads(self.k_proj(x), self.k_norm)
+        query = layout.queries(x)
+        q = self._heads(self.q_proj(query), self.q_norm)
+        k = self._heads(self.k_proj(x), self.k_norm)
         v = None if self.v_proj is None else self._heads(self.v_proj(x), None)
         entry_k, entry_v = self._entries(x, k, v, layout)
         indices, loss = None, None
         if self.indexer is not None:
-            choice = self.indexer(x.detach(), x.detach(), layout)
+            choice = self.indexer(x.detach(), query.detach(), layout)
             heads = self.kv_heads // len(layout.views)
             indices = torch.stack(choice.indices, 1).repeat_interleave(heads, 1)
             loss = index_loss(choice, q, entry_k, layout, self.policy.rope)

@@ -66,10 +66,10 @@ class Indexer(nn.Module):
         self.weights_proj = nn.Linear(dim, topk.heads, bias=False)
 
     def forward(self, x: Tensor, query: Tensor, layout: Layout) -> Choice:
-        """Choose for every token of hidden states ``x`` [T, dim] and ``query`` [T, query_dim]."""
+        """Choose for every query, from hidden states [T, dim] and ``query`` [S, query_dim]."""
         q = self.q_proj(query).unflatten(-1, (self.topk.heads, self.topk.dim))
-        q = rotate(q, layout.position, self.rope)
-        weights = self.weights_proj(x) * self.topk.heads**-0.5
+        q = rotate(q, layout.query_position, self.rope)
+        weights = self.weights_proj(layout.queries(x)) * self.topk.heads**-0.5
         choice = Choice([], [])
         for view, entries in enumerate(self.compressor(x, layout)):
             keys = rotate(entries[:, 0], layout.entry_position[view], self.rope)

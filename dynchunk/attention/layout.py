@@ -25,6 +25,7 @@ class Layout:
     views: tuple[Chunks, ...]
     reads: Reads
     spans: tuple[Spans, ...]  #: per view
+    query_rows: Tensor | None  #: int64 [S], the tokens that are queries; None: all
     query_position: Tensor  #: int64 [S], counted from the start of the sequence
     position: Tensor  #: int64 [T], of the raw tokens
     entry_position: tuple[Tensor, ...]  #: int64 [N_g] per view: of the chunk's first token
@@ -66,15 +67,22 @@ class Layout:
         overlap = isinstance(policy.reduction, GatedPool) and policy.reduction.overlap
         cu_q = cu if cu_seqlens_q is None else as_cu_seqlens(cu_seqlens_q, cu.device)
         late = torch.repeat_interleave(cu.diff() - cu_q.diff(), cu_q.diff())
+        query_position = positions(cu_q) + late
+        begin = torch.repeat_interleave(cu[:-1], cu_q.diff())
         return cls(
             views,
             Reads.of(views, window=window, cover=policy.cover, cu_seqlens_q=cu_q),
             tuple(Spans.of(view, overlap=overlap) for view in views),
-            positions(cu_q) + late,
+            None if cu_seqlens_q is None else begin + query_position,
+            query_position,
             positions(cu),
             tuple(view.starts - cu[view.sequence_ids] for view in views),
             _bias(policy, scored, views, log_p),
         )
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Return the rows of the queries, [S, ..], among those of all tokens, [T, ..]."""
+        return x if self.query_rows is None else x[self.query_rows]
 
     def first_entry(self, view: int) -> Tensor:
         """Return the row of the first entry of each query's sequence in one view, int64 [S]."""

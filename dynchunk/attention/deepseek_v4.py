@@ -1,0 +1,123 @@
+"""DeepSeek V4's attention layer, with chunks of any policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dynchunk._checks import require
+from dynchunk.attention.chunked import Mixed
+from dynchunk.attention.compressor import EPS, Compressor
+from dynchunk.attention.functional import attend_entries
+from dynchunk.attention.indexer import Indexer, index_loss
+from dynchunk.attention.layout import Layout
+from dynchunk.attention.policy import Policy
+from dynchunk.attention.specs import GatedPool, TopK
+from dynchunk.chunks import Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class V4Sizes:
+    """Sizes of a DeepSeek V4 attention layer; the defaults are V4-Flash's."""
+
+    dim: int = 4096
+    heads: int = 64
+    head_dim: int = 512
+    query_rank: int = 1024
+    groups: int = 8
+    output_rank: int = 1024
+
+
+class V4Attention(nn.Module):
+    """Shared-KV attention with low-rank queries and a grouped low-rank output (DeepSeek V4).
+
+    One KV head is key and value. Queries are projected through ``query_rank``, which the indexer
+    reads too; the heads' outputs are rotated back, projected to ``output_rank`` in each of
+    ``groups`` groups, then together. At V4's fixed strides this equals transformers'
+    ``DeepseekV4Attention``; with other chunks it is V4 without a phase.
+
+    Parameters
+    ----------
+    policy : Policy
+        Of one view, with a gated pool, as the presets have it.
+    sizes : V4Sizes
+
+    Examples
+    --------
+    >>> from dynchunk.attention import hca
+    >>> sizes = V4Sizes(dim=16, heads=2, head_dim=16, query_rank=8, groups=2, output_rank=4)
+    >>> V4Attention(hca(), sizes)(torch.randn(9, 16), Chunks.fixed(128, 9)).out.shape
+    torch.Size([9, 16])
+    """
+
+    def __init__(self, policy: Policy, sizes: V4Sizes) -> None:
+        super().__init__()
+        require(len(policy.views) == 1, "policy", "one view (V4 has one KV head)", policy.views)
+        gated = isinstance(policy.reduction, GatedPool)
+        require(gated, "policy", "a gated pool", policy.reduction)
+        n, width = sizes.heads, sizes.head_dim
+        ok = n % sizes.groups == 0
+        require(ok, "heads", f"a multiple of {sizes.groups} groups", n)
+        self.policy, self.sizes = policy, sizes
+        self.q_a_proj = nn.Linear(sizes.dim, sizes.query_rank, bias=False)
+        self.q_a_norm = nn.RMSNorm(sizes.query_rank, eps=EPS)
+        self.q_b_proj = nn.Linear(sizes.query_rank, n * width, bias=False)
+        self.q_b_norm = nn.RMSNorm(width, eps=EPS, elementwise_affine=False)
+        self.kv_proj = nn.Linear(sizes.dim, width, bias=False)
+        self.kv_norm = nn.RMSNorm(width, eps=EPS)
+        of_group = torch.empty(sizes.groups, sizes.output_rank, n // sizes.groups * width)
+        self.o_a_weight = nn.Parameter(nn.init.normal_(of_group, std=of_group.shape[-1] ** -0.5))
+        self.o_b_proj = nn.Linear(sizes.groups * sizes.output_rank, sizes.dim, bias=False)
+        self.sink = nn.Parameter(torch.zeros(n)) if policy.sink else None
+        self.compressor: Compressor | None = None
+        self.indexer: Indexer | None = None
+        if policy.boundaries is not None:
+            self.compressor = Compressor(policy.reduction, sizes.dim, 1, width, policy.max_length)
+            if isinstance(policy.selection, TopK):
+                self.indexer = Indexer(
+                    policy.selection,
+                    policy.reduction,
+                    sizes.dim,
+                    sizes.query_rank,
+                    views=1,
+                    slots=policy.max_length,
+                    rope=policy.rope,
+                )
+
+    def forward(self, x: Tensor, chunks: Chunks | Sequence[Chunks] | Layout) -> Mixed:
+        """Mix packed hidden states, as :class:`~dynchunk.attention.ChunkedAttention` does.
+
+        Parameters
+        ----------
+        x : floating tensor [T, dim]
+        chunks : Chunks or a Layout
+            A layout may have only the last tokens of each sequence as queries, S of them.
+
+        Returns
+        -------
+        Mixed
+            out [S, dim].
+        """
+        layout = chunks if isinstance(chunks, Layout) else Layout.of(self.policy, chunks)
+        total = layout.views[0].num_tokens
+        require(x.ndim == 2 and len(x) == total, "x", f"hidden states of {total} tokens", x)
+        low_rank = self.q_a_norm(self.q_a_proj(layout.queries(x)))
+        q = self.q_b_proj(low_rank).unflatten(-1, (self.sizes.heads, self.sizes.head_dim))
+        q, kv = self.q_b_norm(q), self.kv_norm(self.kv_proj(x))[:, None]
+        entries = [kv.new_zeros(len(layout.views[0]), *kv.shape[1:])]
+        if self.compressor is not None:
+            entries = self.compressor(x, layout)
+        indices, loss = None, None
+        if self.indexer is not None:
+            choice = self.indexer(x.detach(), low_rank.detach(), layout)
+            indices = choice.indices[0]
+            loss = index_loss(choice, q, entries, layout, self.policy.rope)
+        out = attend_entries(
+            q, kv, None, entries, None, layout, self.policy.rope, indices=indices, sink=self.sink
+        )
+        grouped = out.reshape(len(out), self.sizes.groups, -1)
+        low_rank_out = torch.einsum("tgi,goi->tgo", grouped, self.o_a_weight)
+        return Mixed(self.o_b_proj(low_rank_out.flatten(1)), loss)
