@@ -165,9 +165,9 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, layout: Layout, impl: str | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the residual stream [T, dim] and the loss of the layer's indexer."""
+        """Return the residual stream of the queries [S, dim] and the loss of the indexer."""
         mixed, index_loss = self.attention(self.attention_norm(x), layout, impl=impl)
-        x = x + mixed
+        x = layout.queries(x) + mixed
         return x + self.mlp(self.mlp_norm(x)), index_loss
 
 
@@ -215,6 +215,7 @@ class ChunkedTransformer(nn.Module):
         layer_chunks: Sequence[Given | None] | None = None,
         scores: Tensor | None = None,
         log_p: Tensor | None = None,
+        last: int | None = None,
         impl: str | None = None,
     ) -> Output:
         """Return the logits of the next tokens.
@@ -237,6 +238,9 @@ class ChunkedTransformer(nn.Module):
             For policies with a rule and no score.
         log_p : floating tensor [T], optional
             Bias of the entries of chunks that start at each token, for chunks or scores given.
+        last : int >= 1, optional
+            Only the logits of so many last tokens of each packed sequence, which spares the last
+            layer the others.
         impl : str, optional
             Of :func:`~dynchunk.ops.attend.attend`: "batched" is fast for short sequences on a CPU.
 
@@ -247,6 +251,7 @@ class ChunkedTransformer(nn.Module):
         packed, cu, real = _pack(tokens, cu_seqlens, mask)
         given = [chunks] * self.config.layers if layer_chunks is None else list(layer_chunks)
         require(len(given) == self.config.layers, "layer_chunks", "one a layer", layer_chunks)
+        cu_last = None if last is None else _last(last, cu, tokens)
         x = self.embedding(packed)
         segmented: dict[int, Segmented] = {}
         layouts: dict[tuple[int, Policy], Layout] = {}
@@ -263,8 +268,11 @@ class ChunkedTransformer(nn.Module):
             if key not in layouts:
                 cut = segmented[leader]
                 layouts[key] = Layout.of(policy, cut.chunks, log_p=cut.log_p)
-            x, index_loss = block(x, layouts[key], impl)
             views.append(layouts[key].views)
+            if layer == self.config.layers - 1 and cu_last is not None:
+                cut = segmented[leader]
+                layouts[key] = Layout.of(policy, cut.chunks, log_p=cut.log_p, cu_seqlens_q=cu_last)
+            x, index_loss = block(x, layouts[key], impl)
             index_losses.append(index_loss)
         logits = nn.functional.linear(
             self.norm(x), self.embedding.weight if self.head is None else self.head.weight
@@ -306,6 +314,12 @@ def _pack(
     require(real.shape == tokens.shape, "mask", f"shape {list(tokens.shape)}", mask)
     cu = cu_seqlens_from_mask(real)
     return tokens[real.bool()], cu, real.bool()
+
+
+def _last(last: int, cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
+    require_int("last", last, 1)
+    require(tokens.ndim == 1, "last", "None for a batch (pack it)", last)
+    return nn.functional.pad(cu_seqlens.diff().clamp(max=last).cumsum(0), (1, 0))
 
 
 def _unpack(x: Tensor, real: Tensor | None) -> Tensor:

@@ -75,15 +75,18 @@ class LabModel(nn.Module):
         self, tokens: Tensor, asked_at: Tensor, given: list[Chunks] | None = None
     ) -> tuple[Tensor, Output]:
         """Return logits [B Q, vocab] after ``asked_at``, and all that the model returns."""
-        output = self._run(tokens, given)
         rows, length = tokens.shape
-        at = asked_at + length * torch.arange(rows)[:, None]
+        last = length - int(asked_at.min())
+        output = self._run(tokens, given, last)
+        at = asked_at - (length - last) + last * torch.arange(rows)[:, None]
         return output.logits[at.flatten()], output
 
-    def _run(self, tokens: Tensor, given: list[Chunks] | None = None) -> Output:
-        # Packed tokens: scattering logits into a batch would cost a fifth of a training step.
+    def _run(self, tokens: Tensor, given: list[Chunks] | None = None, last: int = 1) -> Output:
+        # Scattering the logits of all tokens into a batch would cost a fifth of a training step.
         cu_seqlens = tokens.shape[1] * torch.arange(len(tokens) + 1)
-        output: Output = self.net(tokens.flatten(), cu_seqlens, layer_chunks=given, impl="batched")
+        output: Output = self.net(
+            tokens.flatten(), cu_seqlens, layer_chunks=given, last=last, impl="batched"
+        )
         return output
 
     def _random_grids(self, tokens: Tensor, seed: int, step: int) -> list[Chunks]:
