@@ -69,7 +69,9 @@ class PhaseReport:
         }
 
 
-def plot_phases(reports: Mapping[str, PhaseReport], path: str | Path) -> None:
+def plot_phases(
+    reports: Mapping[str, PhaseReport], path: str | Path, max_gap: float = MAX_GAP
+) -> None:
     """Draw accuracy by phase with 95 % intervals, a panel per target, to a file.
 
     Needs matplotlib (extra ``audit``).
@@ -83,7 +85,7 @@ def plot_phases(reports: Mapping[str, PhaseReport], path: str | Path) -> None:
         squeeze=False, layout="constrained",
     )  # fmt: skip
     for panel, (name, report) in zip(panels[:, 0], reports.items(), strict=True):
-        test, color = report.phases, "#c2532f" if report.is_defect() else "#3b6ea8"
+        test, color = report.phases, "#c2532f" if report.is_defect(max_gap) else "#3b6ea8"
         low, high = zip(*test.intervals, strict=True)
         panel.fill_between(test.groups, low, high, color=color, alpha=0.25, linewidth=0)
         panel.plot(test.groups, test.accuracy, "o-", color=color, markersize=3.5)

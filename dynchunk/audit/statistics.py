@@ -6,6 +6,7 @@ figure here comes with what chance would give.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,6 +64,12 @@ class GapTest:
     trials: tuple[int, ...]
     null95: float
     p: float
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> GapTest:
+        """Return the test whose fields a JSON object holds."""
+        counts = {name: tuple(data[name]) for name in ("groups", "correct", "trials")}
+        return cls(**counts, null95=data["null95"], p=data["p"])
 
     @property
     def accuracy(self) -> list[float]:
@@ -255,7 +262,7 @@ def _permuted(hits: Array, labels: Array, groups: int, rng: np.random.Generator)
 
 
 def _share_at_least(null: Array, observed: float) -> float:
-    """p value of ``observed``, itself counted as one of the draws; ties by rounding count."""
+    """Return the p value of ``observed``, itself one of the draws; ties by rounding count."""
     return float((1 + (null >= observed - 1e-9).sum()) / (1 + len(null)))
 
 
@@ -270,7 +277,7 @@ def _explained(profiles: Array, periods: list[int]) -> Array:
     _, lines = signal.periodogram(profiles, detrend=False, axis=1)
     span, total = profiles.shape[1], lines.sum(axis=1)
     combs = [lines[:, span // period :: span // period].sum(axis=1) for period in periods]
-    return np.stack(combs, axis=1) / total[:, None]
+    return np.asarray(np.stack(combs, axis=1) / total[:, None])
 
 
 def _log_p(power: Array, periods: list[int], span: int) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -76,7 +77,7 @@ class Evaluation:
     ratio: float
     forced_share: float
     natural: GapTest
-    moved: GapTest
+    moved: GapTest | None
     profile: GapTest
     period: PeriodTest
     slots: GapTest | None
@@ -102,9 +103,7 @@ class Evaluation:
         """Return the evaluation that :meth:`as_dict` wrote."""
         made = dict(data)
         for name in ("natural", "moved", "profile", "slots"):
-            made[name] = data[name] and GapTest(
-                **{k: tuple(v) if isinstance(v, list) else v for k, v in data[name].items()}
-            )
+            made[name] = data[name] and GapTest.from_dict(data[name])
         made["period"] = PeriodTest(**data["period"])
         made["flips"] = tuple(data["flips"])
         made["agreement"] = data["agreement"] and Agreement(**data["agreement"])
@@ -142,7 +141,7 @@ def evaluate(
     repeats : int
         Sequences for each pair of prefixes (o1, o2): 24 x 24 x repeats in all, 16 queries each.
     moved, flips : int
-        Sequences with a moved target (24 places each), and with prefixes.
+        Sequences with a moved target (24 places each; 0: none), and with prefixes.
     seed : int
     progress : callable, optional
         Told the share that is done.
@@ -207,11 +206,7 @@ def _measure(
         int(((at >= batch.context.start) & (at < batch.context.stop)).sum())
         for at in (view.starts % length for layer in views for view in layer)
     ]
-    pairs = [
-        agreement(a[0], b[0])
-        for a, b in zip(views[:-1], views[1:], strict=True)
-        if a[0] is not b[0]
-    ]
+    pairs = [agreement(a[0], b[0]) for a, b in pairwise(views) if a[0] is not b[0]]
     same = _mean_agreement([Agreement(pair.f1, pair.f1_chance) for pair in pairs])
     return tokens / float(np.mean(entries)), views[0][0].forced_share, same
 
@@ -227,7 +222,9 @@ def _moved(
     phases: int,
     seed: int,
     tell: Callable[[float], None],
-) -> GapTest:
+) -> GapTest | None:
+    if sequences == 0:
+        return None
     correct, positions = [], []
     for prefix in range(task.period):
         size = len(range(prefix, sequences, task.period))

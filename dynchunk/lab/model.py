@@ -48,7 +48,7 @@ class LabModel(nn.Module):
             self.net = ChunkedTransformer(variant.config)
 
     def losses(self, batch: RecallBatch, *, seed: int = 0, step: int = 0) -> Losses:
-        """Return the losses of a batch; seed and step draw the grid's offset, where it is random."""
+        """Return the losses of a batch; seed and step draw a random grid's offset."""
         given = None
         if self.variant.random_offset:
             given = self._random_grids(batch.tokens, seed, step)

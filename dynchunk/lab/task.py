@@ -247,7 +247,7 @@ class RecallTask:
     def _layout(
         self, batch: int, pairs: int, hole: int, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """First tokens of pairs [B, pairs], run [B, 0 or 1] and hole [B, 0 or 1], in the context."""
+        """First tokens in the context: pairs [B, P], the run and the hole [B, 0 or 1]."""
         extra = [size for size in (self.run, hole) if size]
         widths = [self.width] * pairs
         if self.stretch is None:
@@ -259,6 +259,16 @@ class RecallTask:
             others = outer[:, 1:]
         has_run = int(self.run > 0)
         return starts, others[:, :has_run], others[:, has_run:]
+
+
+#: Tasks by name.
+TASKS = {
+    "even": RecallTask(),
+    "uneven": RecallTask.uneven(),
+    "uneven-keys-2": RecallTask.uneven(key_length=2),
+    "uneven-keys-3": RecallTask.uneven(key_length=3),
+    "uneven-run": RecallTask.uneven(run=40),
+}
 
 
 def make_generator(*seeds: int) -> torch.Generator:

@@ -22,7 +22,6 @@ from dynchunk.lab.variants import Variant
 
 OPTIMIZERS = ("adamw", "muon")
 MODEL, RESUME, LOG = "model.safetensors", "resume.safetensors", "training.json"
-_KEEP_EVERY = 50  # steps that an interruption loses at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +84,8 @@ def train(
     training: Training,
     folder: Path,
     tell: Callable[[Progress], None] | None = None,
+    *,
+    keep_every: int = 50,
 ) -> LabModel:
     """Train a model in a folder, or go on where an interruption left it.
 
@@ -98,6 +99,8 @@ def train(
     folder : path
     tell : callable, optional
         Told the progress after each step.
+    keep_every : int
+        Steps that an interruption loses at most.
 
     Raises
     ------
@@ -117,7 +120,7 @@ def train(
         progress = run.advance()
         if tell is not None:
             tell(progress)
-        if run.step % _KEEP_EVERY == 0 and run.step < training.steps:
+        if run.step % keep_every == 0 and run.step < training.steps:
             run.seconds += time.perf_counter() - started
             started = time.perf_counter()
             run.save(folder / RESUME)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dynchunk._checks import require, require_int
+from dynchunk._checks import require, require_choice, require_int
 from dynchunk.attention import GatedPool, Learned, ModelConfig, Policy, Router
 from dynchunk.boundaries import FixedStride, SharePlan
 from dynchunk.lab.policies import CONTENTS, WINDOW, base_policy, second_view
-from dynchunk.lab.task import RecallTask
+from dynchunk.lab.task import TASKS, RecallTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def make_variant(
     per_layer: bool = False,
     max_length: int | None = None,
     layers: int = 2,
-    task: RecallTask | None = None,
+    task: str = "even",
 ) -> Variant:
     """Build a variant from the name of its policy.
 
@@ -83,8 +83,8 @@ def make_variant(
     max_length : int, optional
         Longest chunk of content boundaries. Default: 3 strides with a threshold, else 1.5.
     layers : int
-    task : RecallTask, optional
-        Its gap is raised to the raw window, if need be.
+    task : str
+        One of :data:`~dynchunk.lab.task.TASKS`; its gap is raised to the raw window, if need be.
 
     Raises
     ------
@@ -98,8 +98,9 @@ def make_variant(
     ('hash-4-midpoints-overlap', 6)
     """
     require_int("stride", stride, 1)
-    task = task or RecallTask()
-    base = base_policy(policy, stride, max_length, task)
+    require_choice("task", task, tuple(TASKS))
+    asked = TASKS[task]
+    base = base_policy(policy, stride, max_length, asked)
     is_content = policy in CONTENTS
     require(is_content or max_length is None, "max_length", "content boundaries", policy)
     is_scored = isinstance(base.score, Learned | Router)
@@ -109,7 +110,7 @@ def make_variant(
         base = _overlapping(base)
     if policy != "full":
         base = replace(base, window=max(WINDOW, base.min_window))
-    pattern = (base,)
+    pattern: tuple[Policy, ...] = (base,)
     if policy == "staggered-layers":
         pattern += (replace(base, boundaries=FixedStride(stride, offset=stride // 2)),)
     parts = {
@@ -119,23 +120,23 @@ def make_variant(
         "overlap": overlap,
         "per-layer": per_layer,
         f"{layers}-layers": layers != 2,
+        task: task != "even",
     }
-    task = replace(task, gap=max(task.gap, base.window or WINDOW))
+    asked = replace(asked, gap=max(asked.gap, base.window or WINDOW))
     sharing = SharePlan.every_layer(layers) if per_layer else None
     return Variant(
         "-".join(part for part, is_wanted in parts.items() if is_wanted),
-        task,
-        _config(task, layers, pattern, sharing),
+        asked,
+        _config(asked, layers, pattern, sharing),
         stride,
         random_offset=policy == "random-offset",
     )
 
 
 def _overlapping(policy: Policy) -> Policy:
-    reduction = policy.reduction
-    ok = isinstance(reduction, GatedPool) and policy.boundaries is not None
-    require(ok, "overlap", "a policy with a gated pool", reduction)
-    return replace(policy, reduction=replace(reduction, overlap=True))
+    if policy.boundaries is None or not isinstance(policy.reduction, GatedPool):
+        raise ValueError("overlap: expected a policy with chunks and a gated pool")
+    return replace(policy, reduction=replace(policy.reduction, overlap=True))
 
 
 def _config(
