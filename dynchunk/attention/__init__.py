@@ -3,6 +3,7 @@
 from dynchunk.attention.checkpoint import load, save
 from dynchunk.attention.chunked import ChunkedAttention, Mixed
 from dynchunk.attention.compressor import Compressor
+from dynchunk.attention.config import ModelConfig
 from dynchunk.attention.functional import attend_entries, chunk_attention
 from dynchunk.attention.indexer import Indexer
 from dynchunk.attention.layout import Layout, one_chunk_each
@@ -23,7 +24,7 @@ from dynchunk.attention.specs import (
     TopK,
     Yarn,
 )
-from dynchunk.attention.transformer import ChunkedTransformer, ModelConfig, Output
+from dynchunk.attention.transformer import ChunkedTransformer, Output
 
 __all__ = [
     "All",

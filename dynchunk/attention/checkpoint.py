@@ -9,8 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from dynchunk.attention.config import ModelConfig
 from dynchunk.attention.policy import VERSION
-from dynchunk.attention.transformer import ChunkedTransformer, ModelConfig
+from dynchunk.attention.transformer import ChunkedTransformer
 
 _FORMAT = "dynchunk.ChunkedTransformer"
 

@@ -14,7 +14,7 @@ from dynchunk.attention.functional import attend_entries
 from dynchunk.attention.indexer import Indexer, index_loss
 from dynchunk.attention.layout import Layout
 from dynchunk.attention.policy import Policy
-from dynchunk.attention.specs import GatedPool, MeanPool, TopK
+from dynchunk.attention.specs import GatedPool, MeanPool
 from dynchunk.chunks import Chunks
 from dynchunk.ops.pool import pool
 
@@ -97,7 +97,7 @@ class ChunkedAttention(nn.Module):
         self.entry_norm: nn.RMSNorm | None = None
         if isinstance(policy.reduction, MeanPool) and not policy.reduction.own:
             self.entry_norm = nn.RMSNorm(width, eps=EPS) if policy.reduction.norm else None
-        self.indexer = self._indexer(dim)
+        self.indexer = Indexer.of(policy, dim, dim, width)
 
     def forward(
         self, x: Tensor, chunks: Chunks | Sequence[Chunks] | Layout, *, impl: str | None = None
@@ -107,10 +107,11 @@ class ChunkedAttention(nn.Module):
         Parameters
         ----------
         x : floating tensor [T, dim]
-        chunks : Chunks, one per view, or a Layout
-            Of the same sequences; a ``Layout`` may be shared by layers of one policy, and may have
-            only the last tokens of each sequence as queries, S of them.
-            :func:`~dynchunk.attention.layout.one_chunk_each` for a policy without boundaries.
+        chunks : Chunks, a sequence of them, or a Layout
+            As :meth:`Layout.of` takes them; for a policy without boundaries, what
+            :func:`~dynchunk.attention.layout.one_chunk_each` returns. A ``Layout`` may be shared by
+            layers of one policy, and may have only the last tokens of each sequence as queries, S
+            of them.
         impl : str, optional
             Of :func:`~dynchunk.ops.attend.attend`.
 
@@ -148,7 +149,7 @@ class ChunkedAttention(nn.Module):
         return Mixed(self.o_proj(out.flatten(1)), loss)
 
     def _heads(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-        x = x.reshape(len(x), -1, self.head_dim)
+        x = x.reshape(len(x), x.shape[-1] // self.head_dim, self.head_dim)
         return x if norm is None else norm(x)
 
     def _compressors(self, dim: int) -> tuple[Compressor | None, Compressor | None]:
@@ -159,20 +160,6 @@ class ChunkedAttention(nn.Module):
         size = (policy.reduction, dim, self.kv_heads, self.head_dim, policy.max_length)
         of_v = None if self.shared_kv else Compressor(*size, norm=False)
         return Compressor(*size, norm=policy.reduction.norm), of_v
-
-    def _indexer(self, dim: int) -> Indexer | None:
-        policy = self.policy
-        if policy.boundaries is None or not isinstance(policy.selection, TopK):
-            return None
-        return Indexer(
-            policy.selection,
-            policy.reduction,
-            dim,
-            dim,
-            views=len(policy.views),
-            slots=policy.max_length,
-            rope=policy.rope,
-        )
 
     def _entries(
         self, x: Tensor, k: Tensor, v: Tensor | None, layout: Layout

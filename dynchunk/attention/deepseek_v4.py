@@ -15,7 +15,7 @@ from dynchunk.attention.functional import attend_entries
 from dynchunk.attention.indexer import Indexer, index_loss
 from dynchunk.attention.layout import Layout
 from dynchunk.attention.policy import Policy
-from dynchunk.attention.specs import GatedPool, TopK
+from dynchunk.attention.specs import GatedPool
 from dynchunk.chunks import Chunks
 
 
@@ -73,21 +73,13 @@ class V4Attention(nn.Module):
         self.o_b_proj = nn.Linear(sizes.groups * sizes.output_rank, sizes.dim, bias=False)
         self.sink = nn.Parameter(torch.zeros(n)) if policy.sink else None
         self.compressor: Compressor | None = None
-        self.indexer: Indexer | None = None
         if policy.boundaries is not None:
             self.compressor = Compressor(policy.reduction, sizes.dim, 1, width, policy.max_length)
-            if isinstance(policy.selection, TopK):
-                self.indexer = Indexer(
-                    policy.selection,
-                    policy.reduction,
-                    sizes.dim,
-                    sizes.query_rank,
-                    views=1,
-                    slots=policy.max_length,
-                    rope=policy.rope,
-                )
+        self.indexer = Indexer.of(policy, sizes.dim, sizes.query_rank, width)
 
-    def forward(self, x: Tensor, chunks: Chunks | Sequence[Chunks] | Layout) -> Mixed:
+    def forward(
+        self, x: Tensor, chunks: Chunks | Sequence[Chunks] | Layout, *, impl: str | None = None
+    ) -> Mixed:
         """Mix packed hidden states, as :class:`~dynchunk.attention.ChunkedAttention` does.
 
         Parameters
@@ -95,6 +87,8 @@ class V4Attention(nn.Module):
         x : floating tensor [T, dim]
         chunks : Chunks or a Layout
             A layout may have only the last tokens of each sequence as queries, S of them.
+        impl : str, optional
+            Of :func:`~dynchunk.ops.attend.attend`.
 
         Returns
         -------
@@ -116,8 +110,17 @@ class V4Attention(nn.Module):
             indices = choice.indices[0]
             loss = index_loss(choice, q, entries, layout, self.policy.rope)
         out = attend_entries(
-            q, kv, None, entries, None, layout, self.policy.rope, indices=indices, sink=self.sink
+            q,
+            kv,
+            None,
+            entries,
+            None,
+            layout,
+            self.policy.rope,
+            indices=indices,
+            sink=self.sink,
+            impl=impl,
         )
-        grouped = out.reshape(len(out), self.sizes.groups, -1)
+        grouped = out.reshape(len(out), *self.o_a_weight.shape[::2])
         low_rank_out = torch.einsum("tgi,goi->tgo", grouped, self.o_a_weight)
         return Mixed(self.o_b_proj(low_rank_out.flatten(1)), loss)

@@ -30,6 +30,7 @@ def chunk_attention(
     indices: Tensor | None = None,
     sink: Tensor | None = None,
     slopes: Tensor | None = None,
+    impl: str | None = None,
 ) -> Tensor:
     """Pool the keys and values of each chunk and attend to entries and raw tokens.
 
@@ -46,7 +47,8 @@ def chunk_attention(
         None: the keys are the values, and the output is rotated back.
     policy : Policy
         One without overlap, whose second series only a module has.
-    chunks : Chunks, one per view, or a Layout
+    chunks : Chunks, a sequence of them, or a Layout
+        As :meth:`Layout.of` takes them.
     gate, slot_bias : floating tensors [T, H_kv, D] and [slots, H_kv, D], optional
         Logits of the softmax that pools; one for keys and values. Default: the mean.
     indices : integer tensor [S, K] or [S, H_kv, K], optional
@@ -54,6 +56,8 @@ def chunk_attention(
     sink : floating tensor [H], optional
     slopes : floating tensor [H], optional
         As in :func:`attend_entries`.
+    impl : str, optional
+        Of :func:`~dynchunk.ops.attend.attend`.
 
     Returns
     -------
@@ -73,7 +77,17 @@ def chunk_attention(
     entry_k = _pool(k, layout, gate, slot_bias)
     entry_v = None if v is None else _pool(v, layout, gate, slot_bias)
     return attend_entries(
-        q, k, v, entry_k, entry_v, layout, policy.rope, indices=indices, sink=sink, slopes=slopes
+        q,
+        k,
+        v,
+        entry_k,
+        entry_v,
+        layout,
+        policy.rope,
+        indices=indices,
+        sink=sink,
+        slopes=slopes,
+        impl=impl,
     )
 
 
@@ -96,8 +110,8 @@ def attend_entries(
     ``slopes`` [H] add ``-slope * distance`` to the logits of raw tokens, not to those of entries.
     Two more channels do that exactly, without a bias of queries times keys: the query holds
     (slope, -slope * its position) and a raw key (its position, 1), in units of the logits' scale;
-    an entry holds zeros. The product of slope and position is rounded in the dtype of ``q``, so
-    logits are off by some 1e-7 slope * position in float32.
+    an entry holds zeros. Queries and keys become float32 at least for that, and the product of
+    slope and position is rounded there: logits are off by some 1e-7 slope * position.
 
     ``impl`` is that of :func:`~dynchunk.ops.attend.attend`, where all visible entries are read.
 
@@ -105,13 +119,14 @@ def attend_entries(
     -------
     tensor [S, H, D_v]
     """
-    scale, shared, width = q.shape[-1] ** -0.5, v is None, q.shape[-1]
+    scale, width, dtype = q.shape[-1] ** -0.5, q.shape[-1], q.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
     q, k = rotate(q, layout.query_position, rope), rotate(k, layout.position, rope)
     at = zip(entry_k, layout.entry_position, strict=True)
     entry_k = [rotate(entry, position, rope) for entry, position in at]
     if slopes is not None:
-        q, k, entry_k = _add_slopes(q, k, entry_k, slopes / scale, layout)
-    bias = None if layout.bias is None else [b.to(q.dtype) for b in layout.bias]
+        q, k, entry_k = _add_slopes(q.to(wide), k.to(wide), entry_k, slopes / scale, layout)
+    bias = None if layout.bias is None else [b.to(wide) for b in layout.bias]
     if indices is None:
         result = attend(
             q, k, v, entry_k, entry_v, layout.reads, bias=bias, sink=sink, scale=scale, impl=impl
@@ -120,9 +135,10 @@ def attend_entries(
         result = attend_selected(
             q, k, v, entry_k, entry_v, indices, layout.reads, bias=bias, sink=sink, scale=scale
         )
-    if not shared:
-        return result.out
-    return rotate(result.out[..., :width], layout.query_position, rope, inverse=True)
+    out = result.out.to(dtype)
+    if v is not None:
+        return out
+    return rotate(out[..., :width], layout.query_position, rope, inverse=True)
 
 
 def _add_slopes(
@@ -133,7 +149,7 @@ def _add_slopes(
         [slopes.expand(q.shape[:2]), -slopes * layout.query_position.to(q.dtype)[:, None]], -1
     )
     of_token = torch.stack([at, torch.ones_like(at)], -1)
-    entries = [torch.nn.functional.pad(entry, (0, 2)) for entry in entry_k]
+    entries = [torch.nn.functional.pad(entry.to(k.dtype), (0, 2)) for entry in entry_k]
     return torch.cat([q, of_query.to(q.dtype)], -1), torch.cat([k, of_token], -1), entries
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dynchunk.attention.compressor import Compressor
 from dynchunk.attention.layout import Layout
+from dynchunk.attention.policy import Policy
 from dynchunk.attention.rope import rotate
 from dynchunk.attention.specs import Reduction, Rope, TopK
 from dynchunk.ops.index_topk import index_topk
@@ -65,6 +66,22 @@ class Indexer(nn.Module):
         self.q_proj = nn.Linear(query_dim, topk.heads * topk.dim, bias=False)
         self.weights_proj = nn.Linear(dim, topk.heads, bias=False)
 
+    @classmethod
+    def of(cls, policy: Policy, dim: int, query_dim: int, head_dim: int) -> Indexer | None:
+        """Return the indexer of a policy, None if it has none."""
+        topk, rope = policy.selection, policy.rope
+        if policy.boundaries is None or not isinstance(topk, TopK):
+            return None
+        return cls(
+            topk,
+            policy.reduction,
+            dim,
+            query_dim,
+            views=len(policy.views),
+            slots=policy.max_length,
+            rope=None if rope is None else rope.for_index(head_dim, topk.dim),
+        )
+
     def forward(self, x: Tensor, query: Tensor, layout: Layout) -> Choice:
         """Choose for every query, from hidden states [T, dim] and ``query`` [S, query_dim]."""
         q = self.q_proj(query).unflatten(-1, (self.topk.heads, self.topk.dim))
@@ -85,7 +102,8 @@ def index_loss(
     """Return the KL divergence of the index scores from the attention over the same entries.
 
     A choice passes no gradient, so this is what trains an indexer (DeepSeek V3.2, arXiv
-    2512.02556): the target is the mean over heads, and only the scores get a gradient.
+    2512.02556): the target is the mean over heads, and only the scores get a gradient. It compares
+    entries with each other: where a query reads only one, there is nothing to learn.
 
     Parameters
     ----------
@@ -103,7 +121,8 @@ def index_loss(
     """
     scale = q.shape[-1] ** -0.5
     q = rotate(q.detach(), layout.query_position, rope)
-    of_view = q.reshape(len(q), len(layout.views), entry_k[0].shape[1], -1, q.shape[-1])
+    views, heads = len(layout.views), entry_k[0].shape[1]
+    of_view = q.reshape(len(q), views, heads, q.shape[1] // (views * heads), q.shape[2])
     losses = []
     for view, (scores, indices) in enumerate(zip(*choice, strict=True)):
         chosen = indices >= 0

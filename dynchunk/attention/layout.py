@@ -29,7 +29,7 @@ class Layout:
     query_position: Tensor  #: int64 [S], counted from the start of the sequence
     position: Tensor  #: int64 [T], of the raw tokens
     entry_position: tuple[Tensor, ...]  #: int64 [N_g] per view: of the chunk's first token
-    bias: tuple[Tensor, ...] | None  #: [N_g] per view, added to the logits of the entries
+    bias: tuple[Tensor, ...] | None  #: float64 [N_g] per view, for the logits of entries
 
     @classmethod
     def of(
@@ -152,7 +152,8 @@ def _bias(
         return None
     total = []
     for view, source in zip(views, _sources(policy), strict=True):
-        bias = view.lengths.log() if by_length else torch.zeros(len(view), device=view.device)
+        lengths = view.lengths.double()
+        bias = lengths.log() if by_length else torch.zeros_like(lengths)
         of_token, base = of_score[source], scored[source]
         if of_token is not None:
             bias = bias + of_token[base.starts[base.ids[view.starts]]]

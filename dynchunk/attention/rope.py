@@ -10,8 +10,13 @@ from torch import Tensor
 from dynchunk.attention.specs import Rope, Yarn
 
 
-def frequencies(rope: Rope, head_dim: int, device: torch.device | None = None) -> Tensor:
-    """Return the angle per token of each rotating pair, float32 [pairs].
+def frequencies(
+    rope: Rope,
+    head_dim: int,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the angle per token of each rotating pair, [pairs].
 
     Examples
     --------
@@ -19,7 +24,7 @@ def frequencies(rope: Rope, head_dim: int, device: torch.device | None = None) -
     tensor([1.0000, 0.1000])
     """
     dims = rope.dims(head_dim)
-    exponent = torch.arange(0, dims, 2, device=device, dtype=torch.float32) / dims
+    exponent = torch.arange(0, dims, 2, device=device, dtype=dtype) / dims
     plain = 1.0 / rope.theta**exponent
     return plain if rope.yarn is None else _interpolate(plain, rope.yarn, rope.theta)
 
@@ -51,9 +56,9 @@ def rotate(x: Tensor, position: Tensor, rope: Rope | None, *, inverse: bool = Fa
     if rope is None:
         return x
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    speed = frequencies(rope, x.shape[-1], x.device).to(wide)
+    speed = frequencies(rope, x.shape[-1], x.device, wide)
     angle = position.to(wide)[:, None] * (-speed if inverse else speed)
-    angle = angle.reshape(len(position), *[1] * (x.ndim - 2), -1)
+    angle = angle.reshape(len(position), *[1] * (x.ndim - 2), len(speed))
     cos, sin = angle.cos(), angle.sin()
     still, turning = x[..., : -2 * len(speed)], x[..., -2 * len(speed) :].to(wide)
     even, odd = turning[..., 0::2], turning[..., 1::2]
@@ -71,6 +76,6 @@ def _interpolate(plain: Tensor, yarn: Yarn, theta: float) -> Tensor:
 
     low = max(math.floor(pair_with(yarn.beta_fast)), 0)
     high = min(math.ceil(pair_with(yarn.beta_slow)), 2 * pairs - 1)
-    index = torch.arange(pairs, device=plain.device, dtype=torch.float32)
+    index = torch.arange(pairs, device=plain.device, dtype=plain.dtype)
     ramp = ((index - low) / max(high - low, 0.001)).clamp(0, 1)
     return plain / yarn.factor * ramp + plain * (1 - ramp)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from dynchunk._checks import require, require_choice, require_int
@@ -193,9 +193,13 @@ class Rope:
 
     def dims(self, head_dim: int) -> int:
         """Return how many of a head's channels rotate: an even number."""
-        dims = int(head_dim * self.fraction)
+        dims = int(head_dim * self.fraction + 1e-9)
         require(dims % 2 == 0 and dims > 0, "rope", "an even number of channels", dims)
         return dims
+
+    def for_index(self, head_dim: int, index_dim: int) -> Rope:
+        """Return the same rotation for an indexer: as many channels, as far as it has them."""
+        return replace(self, fraction=min(self.dims(head_dim), index_dim) / index_dim)
 
 
 # Dictionaries

@@ -3,115 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dynchunk._checks import require, require_int
-from dynchunk.attention import specs
 from dynchunk.attention.chunked import ChunkedAttention
 from dynchunk.attention.compressor import EPS
+from dynchunk.attention.config import ModelConfig
 from dynchunk.attention.layout import Layout
-from dynchunk.attention.policy import KINDS, VERSION, Policy, full
-from dynchunk.attention.scoring import Segmented, Segmenter, score_specs
-from dynchunk.boundaries import SharePlan
+from dynchunk.attention.policy import Policy
+from dynchunk.attention.scoring import Segmented, Segmenter
 from dynchunk.chunks import Chunks, SequenceOffsets, as_cu_seqlens, cu_seqlens_from_mask
 
 #: Chunks given to a model: of one score, or of a score and of each view on another.
 Given = Chunks | Sequence[Chunks]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Sizes and policies of a :class:`ChunkedTransformer`.
-
-    Parameters
-    ----------
-    vocab, dim, layers, heads : int
-    kv_heads : int
-    head_dim : int, optional
-        Default: dim / heads.
-    mlp_dim : int, optional
-        Hidden size of the SwiGLU. Default: 3 dim.
-    pattern : tuple of Policy
-        Of the layers in turn, again from the front when it is used up: ``(sliding(), csa(),
-        hca())`` interleaves three kinds.
-    sharing : SharePlan, optional
-        Whose boundaries each layer uses. Default: each kind of boundaries is made once, by the
-        first layer that has it.
-    shared_kv, qk_norm, slopes : bool
-        As in :class:`~dynchunk.attention.ChunkedAttention`.
-    tied : bool
-        The embedding is also the head.
-
-    Examples
-    --------
-    >>> config = ModelConfig(vocab=10, dim=8, layers=2, heads=2, kv_heads=1)
-    >>> ModelConfig.from_dict(config.as_dict()) == config
-    True
-    """
-
-    vocab: int
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int | None = None
-    mlp_dim: int | None = None
-    pattern: tuple[Policy, ...] = (full(),)
-    sharing: SharePlan | None = None
-    shared_kv: bool = False
-    qk_norm: bool = True
-    slopes: bool = False
-    tied: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("vocab", "dim", "layers", "heads", "kv_heads"):
-            require_int(name, getattr(self, name), 1)
-        ok = len(self.pattern) > 0 and all(isinstance(p, Policy) for p in self.pattern)
-        require(ok, "pattern", "at least one Policy", self.pattern)
-        if self.sharing is not None:
-            leaders = self.sharing.leaders
-            require(len(leaders) == self.layers, "sharing", f"{self.layers} layers", leaders)
-            for layer, leader in enumerate(leaders):
-                same = _scored_by(self.policy(layer)) == _scored_by(self.policy(leader))
-                expected = f"one with the boundaries and score of layer {leader}"
-                require(same, f"policy of layer {layer}", expected, self.policy(layer))
-
-    def policy(self, layer: int) -> Policy:
-        """Return the policy of a layer."""
-        return self.pattern[layer % len(self.pattern)]
-
-    @property
-    def plan(self) -> SharePlan:
-        """Whose boundaries each layer uses."""
-        if self.sharing is not None:
-            return self.sharing
-        keys = [_scored_by(self.policy(layer)) for layer in range(self.layers)]
-        return SharePlan(tuple(keys.index(key) for key in keys))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the config as JSON can hold it."""
-        return {"version": VERSION, **specs.encode(self)}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ModelConfig:
-        """Return the config that :meth:`as_dict` wrote."""
-        require(isinstance(data, dict), "config", "a dict", data)
-        version = data.get("version")
-        require(version == VERSION, "config version", str(VERSION), version)
-        given = {key: value for key, value in data.items() if key != "version"}
-        kinds = KINDS | {"ModelConfig": cls, "SharePlan": SharePlan}
-        config = specs.decode("config", given, kinds)
-        require(isinstance(config, cls), "config: kind", "'ModelConfig'", data.get("kind"))
-        return config  # type: ignore[no-any-return]
-
-
-def _scored_by(policy: Policy) -> tuple[Any, ...]:
-    """Return what two layers must have in common to use the same boundaries."""
-    return policy.boundaries, score_specs(policy)
 
 
 class Output(NamedTuple):
@@ -237,7 +144,8 @@ class ChunkedTransformer(nn.Module):
         scores : floating tensor [T], optional
             For policies with a rule and no score.
         log_p : floating tensor [T], optional
-            Bias of the entries of chunks that start at each token, for chunks or scores given.
+            Bias of the entries of chunks that start at each token, for chunks or scores given. To
+            stay causal, it may read tokens up to the one at which the chunk's entry is readable.
         last : int >= 1, optional
             Only the logits of so many last tokens of each packed sequence, which spares the last
             layer the others.
@@ -249,52 +157,53 @@ class ChunkedTransformer(nn.Module):
         Output
         """
         packed, cu, real = _pack(tokens, cu_seqlens, mask)
-        given = [chunks] * self.config.layers if layer_chunks is None else list(layer_chunks)
-        require(len(given) == self.config.layers, "layer_chunks", "one a layer", layer_chunks)
+        given = _for_layers(chunks, layer_chunks, self.config)
         cu_last = None if last is None else _last(last, cu, tokens)
         x = self.embedding(packed)
         segmented: dict[int, Segmented] = {}
         layouts: dict[tuple[int, Policy], Layout] = {}
         views, index_losses = [], []
-        for layer, (block, leader) in enumerate(
-            zip(self.blocks, self.config.plan.leaders, strict=True)
-        ):
-            policy = self.config.policy(layer)
+        for layer, leader in enumerate(self.config.plan.leaders):
             if layer == leader:
-                segmented[layer] = self._segment(
-                    layer, given[layer], cu, packed, x, cu, scores, log_p
-                )
-            key = (leader, policy)
-            if key not in layouts:
-                cut = segmented[leader]
-                layouts[key] = Layout.of(policy, cut.chunks, log_p=cut.log_p)
-            views.append(layouts[key].views)
+                cut = _segmented(given[layer], cu, log_p)
+                segmented[layer] = cut or self.segmenters[str(layer)](packed, x, cu, scores, log_p)
+            cut, policy = segmented[leader], self.config.policy(layer)
+            if (leader, policy) not in layouts:
+                layouts[leader, policy] = Layout.of(policy, cut.chunks, log_p=cut.log_p)
+            layout = layouts[leader, policy]
+            views.append(layout.views)
             if layer == self.config.layers - 1 and cu_last is not None:
-                cut = segmented[leader]
-                layouts[key] = Layout.of(policy, cut.chunks, log_p=cut.log_p, cu_seqlens_q=cu_last)
-            x, index_loss = block(x, layouts[key], impl)
+                layout = Layout.of(policy, cut.chunks, log_p=cut.log_p, cu_seqlens_q=cu_last)
+            x, index_loss = self.blocks[layer](x, layout, impl)
             index_losses.append(index_loss)
-        logits = nn.functional.linear(
-            self.norm(x), self.embedding.weight if self.head is None else self.head.weight
-        )
+        head = self.embedding if self.head is None else self.head
         return Output(
-            _unpack(logits, real),
+            _unpack(nn.functional.linear(self.norm(x), head.weight), real),
             tuple(views),
             _mean([cut.ratio_loss for cut in segmented.values()]),
             _mean(index_losses),
         )
 
-    def _segment(
-        self, layer: int, given: Given | None, cu_seqlens: Tensor, *scored: Tensor | None
-    ) -> Segmented:
-        """Return the chunks given to a layer, or those that its segmenter makes."""
-        if given is None or self.config.policy(layer).boundaries is None:
-            found: Segmented = self.segmenters[str(layer)](*scored)
-            return found
-        chunks = (given,) if isinstance(given, Chunks) else tuple(given)
-        same = all(torch.equal(one.cu_seqlens, cu_seqlens) for one in chunks)
-        require(same, "chunks", f"chunks of the sequences {cu_seqlens.tolist()}", given)
-        return Segmented(chunks, (scored[-1],) * len(chunks), None)
+
+def _for_layers(
+    chunks: Given | None, layer_chunks: Sequence[Given | None] | None, config: ModelConfig
+) -> list[Given | None]:
+    """Return the chunks given to each layer, None to one without boundaries."""
+    given = [chunks] * config.layers if layer_chunks is None else list(layer_chunks)
+    require(len(given) == config.layers, "layer_chunks", f"{config.layers} items", layer_chunks)
+    is_one = chunks is None or layer_chunks is None
+    require(is_one, "layer_chunks", "None beside chunks", layer_chunks)
+    without = [config.policy(layer).boundaries is None for layer in range(config.layers)]
+    return [None if skip else one for one, skip in zip(given, without, strict=True)]
+
+
+def _segmented(given: Given | None, cu_seqlens: Tensor, log_p: Tensor | None) -> Segmented | None:
+    if given is None:
+        return None
+    chunks = (given,) if isinstance(given, Chunks) else tuple(given)
+    same = all(torch.equal(one.cu_seqlens, cu_seqlens) for one in chunks)
+    require(same, "chunks", f"chunks of the sequences {cu_seqlens.tolist()}", given)
+    return Segmented(chunks, (log_p,) * len(chunks), None)
 
 
 def _pack(

@@ -7,6 +7,7 @@ sink, that key is read by the queries that read nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -38,18 +39,24 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
     x = Operands(q, k, v, entry_k, entry_v, bias, sink)
-    layout = _Layout.of(x, cu_seqlens_q, cu_seqlens_k, cu_entries, n_visible, raw_start)
-    if len(q) == 0:
+    found = []
+    for part, layout in _views(x, cu_seqlens_q, cu_seqlens_k, cu_entries, n_visible, raw_start):
+        if len(q) == 0:
+            continue
+        Q, K, V, is_bad = _padded(part, layout, scale)
+        out, lse = _fused(Q, K, V, attn_mask=layout.added_mask(part), scale=scale)
+        out = out[..., : _width(x)]
+        if bool(is_bad.any()):  # a weight of zero does not hide it; whoever reads it gets NaN
+            is_nan = (layout.mask & is_bad[:, :, None]).any(-1)
+            out = out.masked_fill(is_nan[..., None], torch.nan)
+            lse = lse.masked_fill(is_nan, torch.nan)
+        if sink is None:
+            lse = lse.masked_fill(~layout.mask.any(-1), -torch.inf)
+        found.append((layout.rows(out).to(q.dtype), layout.rows(lse)))
+    if not found:
         return q.new_empty(0, q.shape[1], _width(x)), q.new_empty(q.shape[:2], dtype=wide_dtype(*x))
-    Q, K, V, is_bad = _padded(x, layout, scale)
-    out, lse = _fused(Q, K, V, attn_mask=layout.added_mask(x), scale=scale)
-    out = out[..., : _width(x)]
-    if bool(is_bad.any()):  # a weight of zero does not hide it; whoever reads it gets NaN
-        is_nan = (layout.mask & is_bad[:, :, None]).any(-1)
-        out, lse = out.masked_fill(is_nan[..., None], torch.nan), lse.masked_fill(is_nan, torch.nan)
-    if sink is None:
-        lse = lse.masked_fill(~layout.mask.any(-1), -torch.inf)
-    return layout.rows(out).to(q.dtype), layout.rows(lse)
+    outs, sums = zip(*found, strict=True)
+    return torch.cat(outs, 1), torch.cat(sums, 1)
 
 
 def attend_backward(
@@ -73,9 +80,33 @@ def attend_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, entry_k, entry_v, bias and sink."""
     x = Operands(q, k, v, entry_k, entry_v, bias, sink)
-    layout = _Layout.of(x, cu_seqlens_q, cu_seqlens_k, cu_entries, n_visible, raw_start)
     if len(q) == 0:
         return tuple(q.new_zeros(0 if t is None else t.shape) for t in x)
+    heads = q.shape[1] // len(cu_entries)
+    found = []
+    views = _views(x, cu_seqlens_q, cu_seqlens_k, cu_entries, n_visible, raw_start)
+    for g, (part, layout) in enumerate(views):
+        mine = slice(g * heads, (g + 1) * heads)
+        given = (grad_out[:, mine], grad_lse[:, mine], out[:, mine], lse[:, mine])
+        found.append(_view_backward(*given, part, layout, scale))
+    # Views have heads of their own (of q, k, v), and entries of their own (of the others).
+    along = (1, 1, 1, 0, 0, 0, 0)
+    return tuple(
+        q.new_empty(0) if t is None else torch.cat(grads, dim).to(t.dtype)
+        for t, dim, grads in zip(x, along, zip(*found, strict=True), strict=True)
+    )
+
+
+def _view_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    x: Operands,
+    layout: _Layout,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of one view's operands."""
     Q, K, V, _ = _padded(x, layout, scale)
     fused = {"attn_mask": layout.added_mask(x), "scale": scale}
     log_sum = layout.padded(lse[..., None])[..., 0]
@@ -85,7 +116,7 @@ def attend_backward(
     )
     dQ, dK, dV = _fused_backward(grad, Q, K, V, result, log_sum, 0.0, False, **fused)
     shift = layout.padded(grad_lse[..., None])
-    if sink is None:
+    if x.sink is None:
         shift = shift.where(layout.mask.any(-1, keepdim=True), 0)
     if bool((shift != 0).any()):  # the gradient of the log of a sum is the softmax
         mean, _ = _fused(Q, K, K, **fused)
@@ -95,49 +126,77 @@ def attend_backward(
     return _unpadded(dQ, dK, dV, x, layout, scale)
 
 
+def _views(
+    x: Operands,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    cu_entries: Tensor,
+    n_visible: Tensor,
+    raw_start: Tensor,
+) -> Iterator[tuple[Operands, _Layout]]:
+    """Yield the operands of each view and their layout."""
+    for name, t, cu in (("q", x.q, cu_q), ("k", x.k, cu_k), ("entry_k", x.entry_k, cu_entries)):
+        require(len(t) == int(cu.max()), name, f"{int(cu.max())} rows, as laid out", t)
+    n = len(cu_entries)
+    heads, kv_heads = x.q.shape[1] // n, x.k.shape[1] // n
+    queries, tokens = _table(cu_q), _table(cu_k)
+    for g, cu in enumerate(cu_entries):
+        entries = slice(int(cu[0]), int(cu[-1]))
+        of_head, of_kv_head = (slice(g * size, (g + 1) * size) for size in (heads, kv_heads))
+        yield (
+            Operands(
+                x.q[:, of_head],
+                x.k[:, of_kv_head],
+                None if x.v is None else x.v[:, of_kv_head],
+                x.entry_k[entries],
+                None if x.entry_v is None else x.entry_v[entries],
+                None if x.bias is None else x.bias[entries],
+                None if x.sink is None else x.sink[of_head],
+            ),
+            _Layout.of(queries, tokens, _table(cu - cu[0]), n_visible[g], raw_start[g], cu_q, cu_k),
+        )
+
+
 class _Layout(NamedTuple):
-    """Rows of padded tensors: L queries, E entries of the head's view, S raw tokens."""
+    """Rows of one view's padded tensors: L queries, E entries, S raw tokens."""
 
     queries: Tensor  #: int64 [B, L], row of each query; any row where it is padding
     is_query: Tensor  #: bool [B, L]
-    entries: Tensor  #: int64 [G, B, E]
-    is_entry: Tensor  #: bool [G, B, E]
+    entries: Tensor  #: int64 [B, E]
+    is_entry: Tensor  #: bool [B, E]
     tokens: Tensor  #: int64 [B, S]
     is_token: Tensor  #: bool [B, S]
-    mask: Tensor  #: bool [B, H, L, E + S] what is read; H is 1 where all heads read the same
+    mask: Tensor  #: bool [B, 1, L, E + S], what is read
 
     @classmethod
     def of(
         cls,
-        x: Operands,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        cu_entries: Tensor,
+        of_queries: tuple[Tensor, Tensor],
+        of_tokens: tuple[Tensor, Tensor],
+        of_entries: tuple[Tensor, Tensor],
         n_visible: Tensor,
         raw_start: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
     ) -> _Layout:
-        for name, t, cu in (("q", x.q, cu_q), ("k", x.k, cu_k), ("entry_k", x.entry_k, cu_entries)):
-            require(len(t) == int(cu.max()), name, f"{int(cu.max())} rows, as laid out", t)
-        queries, is_query = _table(cu_q)
-        tokens, is_token = _table(cu_k)
-        entries, is_entry = _table(cu_entries)
+        (queries, is_query), (tokens, is_token) = of_queries, of_tokens
+        entries, is_entry = of_entries
         own = queries + (cu_k[1:] - cu_q[1:])[:, None]
-        index = torch.arange(entries.shape[-1], device=entries.device)
-        sees = (index < n_visible[:, queries, None]) & is_entry[:, :, None]
-        is_past = (tokens[:, None] <= own[..., None]) & is_token[:, None]
-        is_raw = (tokens[:, None] >= raw_start[:, queries, None]) & is_past
-        mask = torch.cat([sees, is_raw], -1) & is_query[..., None]
-        mask = mask.transpose(0, 1)  # [B, G, L, E + S]
-        views = mask.shape[1]
-        mask = mask if views == 1 else mask.repeat_interleave(x.q.shape[1] // views, 1)
-        return cls(queries, is_query, entries, is_entry, tokens, is_token, mask)
+        index = torch.arange(entries.shape[1], device=entries.device)
+        sees = (index < n_visible[queries, None]) & is_entry[:, None]
+        is_raw = (tokens[:, None] <= own[..., None]) & (tokens[:, None] >= raw_start[queries, None])
+        mask = torch.cat([sees, is_raw & is_token[:, None]], -1) & is_query[..., None]
+        return cls(queries, is_query, entries, is_entry, tokens, is_token, mask[:, None])
 
     def added_mask(self, x: Operands) -> Tensor:
         """Return the mask with the sink's column, as what is added to logits."""
-        alone = ~self.mask.any(-1, keepdim=True)
-        mask = torch.cat([self.mask, alone if x.sink is None else torch.ones_like(alone)], -1)
-        added = x.q.new_zeros(mask.shape, dtype=wide_dtype(*x))
-        return added.masked_fill_(~mask, -torch.inf)
+        if x.sink is None:
+            extra = ~self.mask.any(-1, keepdim=True)
+        else:
+            extra = self.mask.new_ones(*self.mask.shape[:3], 1)
+        mask = torch.cat([self.mask, extra], -1)
+        zero = x.q.new_zeros((), dtype=wide_dtype(*x))
+        return torch.where(mask, zero, -torch.inf)
 
     def padded(self, x: Tensor) -> Tensor:
         """Gather rows [S, H, C] of queries to [B, H, L, C], zero on padding."""
@@ -157,9 +216,8 @@ def _padded(x: Operands, layout: _Layout, scale: float) -> tuple[Tensor, Tensor,
 
     def gathered(of_entries: Tensor, of_tokens: Tensor) -> Tensor:
         entries = of_entries[layout.entries].where(layout.is_entry[..., None, None], 0)
-        entries = entries.permute(1, 0, 3, 2, 4).flatten(1, 2)  # [B, H_kv, E, ..]
         tokens = of_tokens[layout.tokens].where(layout.is_token[..., None, None], 0)
-        return torch.cat([entries, tokens.transpose(1, 2)], 2).to(wide)  # [B, H_kv, E + S, ..]
+        return torch.cat([entries, tokens], 1).to(wide).transpose(1, 2)  # [B, H_kv, E + S, ..]
 
     def finished(rows: Tensor) -> Tensor:
         rows = pad(rows, (0, C - rows.shape[-1], 0, 1))
@@ -183,20 +241,14 @@ def _unpadded(
     dQ: Tensor, dK: Tensor, dV: Tensor, x: Operands, layout: _Layout, scale: float
 ) -> tuple[Tensor, ...]:
     """Return the gradients of the operands from those of what :func:`_padded` made of them."""
-    D, E = x.q.shape[2], layout.entries.shape[-1]
-    n_views = len(layout.entries)
+    D, E = x.q.shape[2], layout.entries.shape[1]
 
     def scattered(grad: Tensor, of_entries: Tensor, of_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        of_kv = grad.reshape(len(grad), of_tokens.shape[1], -1, *grad.shape[2:]).sum(
-            2
-        )  # [B, H_kv, E + S + 1, ..]
-        entries = of_kv[:, :, :E].reshape(len(of_kv), n_views, -1, E, of_kv.shape[-1])
-        entries = entries.permute(1, 0, 3, 2, 4)
-        tokens = of_kv[:, :, E:-1].transpose(1, 2)
-        d_entries = grad.new_zeros(of_entries.shape)
-        d_entries[layout.entries[layout.is_entry]] = entries[layout.is_entry]
-        d_tokens = grad.new_zeros(of_tokens.shape)
-        d_tokens[layout.tokens[layout.is_token]] = tokens[layout.is_token]
+        of_kv = grad.reshape(len(grad), of_tokens.shape[1], -1, *grad.shape[2:]).sum(2)
+        rows = of_kv.transpose(1, 2)  # [B, E + S + 1, H_kv, ..]
+        d_entries, d_tokens = grad.new_zeros(of_entries.shape), grad.new_zeros(of_tokens.shape)
+        d_entries[layout.entries[layout.is_entry]] = rows[:, :E][layout.is_entry]
+        d_tokens[layout.tokens[layout.is_token]] = rows[:, E:-1][layout.is_token]
         return d_entries, d_tokens
 
     d_entry_k, d_k = scattered(dK[..., :D], x.entry_k, x.k)
@@ -220,19 +272,16 @@ def _unpadded(
         d_bias,
         None if x.sink is None else dK[:, :, -1, D].sum(0) / scale,
     )
-    return tuple(
-        x.q.new_empty(0) if t is None or g is None else g.to(t.dtype)
-        for t, g in zip(x, grads, strict=True)
-    )
+    return tuple(dQ.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def _table(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of each sequence side by side, int64 [.., B, longest], and which are real."""
+    """Return the rows of each sequence, int64 [B, longest], and which are real."""
     lengths = cu_seqlens.diff()
-    longest = int(lengths.max()) if lengths.numel() else 0
+    longest = int(lengths.max()) if len(lengths) else 0
     index = torch.arange(longest, device=cu_seqlens.device)
-    is_real = index < lengths[..., None]
-    return (cu_seqlens[..., :-1, None] + index).where(is_real, 0), is_real
+    is_real = index < lengths[:, None]
+    return (cu_seqlens[:-1, None] + index).where(is_real, 0), is_real
 
 
 def _width(x: Operands) -> int:
