@@ -1,4 +1,4 @@
-"""The command line: ``dynchunk segment FILE``."""
+"""``dynchunk segment FILE``: chunk a text, and show what a shift leaves of its chunks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -15,21 +15,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-import dynchunk
 from dynchunk._checks import optional_import
 from dynchunk.audit import SegmentationReport, report_segmentation
 from dynchunk.boundaries import BoundaryRule, DelimiterScore, HashScore, Score, calibrate
 from dynchunk.chunks import Chunks, Kind
+from dynchunk.cli.common import clear_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
 
 Decode = Callable[[list[int]], str]
 
@@ -45,27 +38,6 @@ class ScoreName(StrEnum):
     HASH = "hash"
 
 
-def main() -> None:
-    """Run the command line."""
-    app()
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"dynchunk {dynchunk.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _dynchunk(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
-    ] = False,
-) -> None:
-    """KV-cache compression in chunks whose boundaries follow the content."""
-
-
-@app.command()
 def segment(
     file: Annotated[Path, typer.Argument(help="A text file.")],
     tokenizer: Annotated[
@@ -87,23 +59,16 @@ def segment(
 
     The content rule stands beside a fixed stride of the same ratio.
     """
-    try:
+    with clear_errors():
         content = _read(file)
         tokens, decode, delimiters, filler = _tokenize(content, tokenizer)
         report = _report(tokens, delimiters, filler, score, ratio, radius, min_length, max_length)
         if plot is not None:
             report.plot(plot)
-    except (ValueError, OSError, ImportError) as error:
-        _fail(str(error))
     if as_json:
         typer.echo(json.dumps(report.as_dict()))
     else:
         Console().print(_render(report, file, tokens, decode))
-
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(2)
 
 
 def _read(file: Path) -> bytes:
