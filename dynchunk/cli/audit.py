@@ -20,14 +20,18 @@ from dynchunk.audit.report import MAX_GAP
 from dynchunk.cli.common import clear_errors, make_console
 from dynchunk.lab import checkpoint
 from dynchunk.lab.evaluate import evaluate
+from dynchunk.lab.shipped import shipped
 
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 def audit(
     checkpoints: Annotated[
-        list[Path], typer.Argument(help="Checkpoints of `dynchunk lab`, or folders of runs.")
-    ],
+        list[Path] | None,
+        typer.Argument(
+            help="Checkpoints of `dynchunk lab`, or folders of runs. Default: those shipped."
+        ),
+    ] = None,
     max_gap: Annotated[
         float, typer.Option(help="Largest gap between phases to accept, in [0, 1].")
     ] = MAX_GAP,
@@ -41,7 +45,7 @@ def audit(
     """
     with clear_errors():
         require(0 <= max_gap <= 1, "max_gap", "a share in [0, 1]", max_gap)
-        reports = _audit(checkpoints, seed, show=not as_json)
+        reports = _audit(checkpoints or shipped(), seed, show=not as_json)
         if plot is not None:
             plot_phases(reports, plot, max_gap)
     if as_json:

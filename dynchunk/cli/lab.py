@@ -21,6 +21,7 @@ from dynchunk._checks import require, require_int
 from dynchunk.cli.common import clear_errors, make_console
 from dynchunk.lab.evaluate import Evaluation
 from dynchunk.lab.policies import POLICIES, VIEWS
+from dynchunk.lab.shipped import NAMES, ship
 from dynchunk.lab.table import ROWS, Row, run_row, runs_of, summary, write_table
 from dynchunk.lab.task import TASKS
 from dynchunk.lab.train import OPTIMIZERS, Training
@@ -120,6 +121,18 @@ def table(
         write_table(found, folder)
     make_console().print(_render([summary(*result) for result in found]))
     typer.echo(f"written: {folder}/table.json, table.csv, table.png")
+
+
+@lab.command("ship")
+def ship_checkpoints(
+    folder: Folder = Path("runs"),
+    jobs: Annotated[int, typer.Option(help="Runs side by side, one thread each.")] = 1,
+) -> None:
+    """Train the shipped checkpoints where they are missing, and copy them into the package."""
+    table(folder, list(NAMES), seeds=1, jobs=jobs)
+    with clear_errors():
+        ship(folder)
+    typer.echo(f"shipped: {', '.join(NAMES)}")
 
 
 Result = tuple[str, int, Evaluation]
