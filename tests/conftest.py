@@ -1,6 +1,7 @@
 """Two hypothesis profiles: ``ci`` (default) and ``nightly`` (HYPOTHESIS_PROFILE=nightly)."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,3 +16,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small models are faster, and repeat bit for bit, on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -17,12 +17,7 @@ def small(policy="fixed", **options):
     return replace(variant, task=SMALL, config=config)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class StopHere(BaseException):
