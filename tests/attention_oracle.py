@@ -171,7 +171,7 @@ def attention(layer, x, views, bias=None):
             entries, tokens = oracle.entries_and_tokens(view, t, window, policy.cover)
             if reads is not None:
                 entries = [i for i in entries if i - first in reads[g][t]]
-            slope = 0.0 if layer.slopes is None else float(layer.slopes[h])
+            slope = 0.0 if layer.slopes is None else float(layer.slopes[h].detach())
             rows = []
             for i in entries:
                 at = position[int(view.starts[i])]
@@ -181,7 +181,7 @@ def attention(layer, x, views, bias=None):
             for j in tokens:
                 key = rotate(k[j, kv], position[j], policy.rope)
                 rows.append((key, key if v is None else v[j, kv], slope * (j - t)))
-            sink = None if layer.sink is None else float(layer.sink[h])
+            sink = None if layer.sink is None else float(layer.sink[h].detach())
             query = rotate(q[t, h], position[t], policy.rope)
             mixed, _ = oracle.softmax_of(query, rows, sink, width**-0.5)
             back = policy.rope if v is None else None

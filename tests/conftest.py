@@ -3,6 +3,10 @@
 import os
 from collections.abc import Iterator
 
+# Small tensors gain nothing from threads, and lose much where others use the cores too. Set before
+# torch is loaded, for the processes that tests start as well.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

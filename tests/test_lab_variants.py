@@ -97,7 +97,7 @@ def test_rows_have_names_of_their_own():
         ("router", {"stride": 12, "max_length": 12}, "stride: expected less than max_length = 12"),
         ("fixed", {"view": "two"}, "view: expected one of 'one', 'second', 'moved', 'midpoints'"),
         ("fixed", {"view": "midpoints"}, "view: expected 'one' or 'moved' on a grid"),
-        ("class", {"view": "second"}, "view: expected another one for told boundaries"),
+        ("class", {"view": "second"}, "view: expected another one for these boundaries"),
         ("full", {"view": "moved"}, "view: expected 'one' without chunks"),
         ("full", {"overlap": True}, "overlap: expected a policy with chunks and a gated pool"),
         ("mean", {"overlap": True}, "overlap: expected a policy with chunks and a gated pool"),

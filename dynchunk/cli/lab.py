@@ -55,6 +55,9 @@ def train(
     view: Annotated[str, typer.Option(help=f"Second view: {', '.join(VIEWS)}.")] = "one",
     overlap: Annotated[bool, typer.Option(help="Pool the chunk before too.")] = False,
     per_layer: Annotated[bool, typer.Option(help="Boundaries of each layer's own.")] = False,
+    ratio: Annotated[
+        float | None, typer.Option(help="Calibrate surprisal or hash boundaries to it.")
+    ] = None,
     max_length: Annotated[int | None, typer.Option(help="Longest content chunk.")] = None,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 2,
     task: Annotated[str, typer.Option(help=f"One of {', '.join(TASKS)}.")] = "even",
@@ -75,6 +78,7 @@ def train(
             view=view,
             overlap=overlap,
             per_layer=per_layer,
+            ratio=ratio,
             max_length=max_length,
             layers=layers,
             task=task,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dynchunk.attention import ChunkedTransformer, Output
 from dynchunk.chunks import Chunks
+from dynchunk.lab.policies import bigram_surprisal
 from dynchunk.lab.task import RecallBatch, make_generator
 from dynchunk.lab.variants import Variant
 
@@ -84,8 +85,16 @@ class LabModel(nn.Module):
     def _run(self, tokens: Tensor, given: list[Chunks] | None = None, last: int = 1) -> Output:
         # Scattering the logits of all tokens into a batch would cost a fifth of a training step.
         cu_seqlens = tokens.shape[1] * torch.arange(len(tokens) + 1)
+        scores = None
+        if self.variant.surprisal:
+            scores = bigram_surprisal(self.variant.task)(tokens.flatten(), cu_seqlens)
         output: Output = self.net(
-            tokens.flatten(), cu_seqlens, layer_chunks=given, last=last, impl="batched"
+            tokens.flatten(),
+            cu_seqlens,
+            layer_chunks=given,
+            scores=scores,
+            last=last,
+            impl="batched",
         )
         return output
 

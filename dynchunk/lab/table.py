@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,9 @@ def _rows() -> tuple[Row, ...]:
         Row("fixed", two | overlap),
         Row("staggered-layers"),
         Row("class", seeds=HEADLINE_SEEDS),
-        Row("class", midpoints),
+        Row("class", midpoints, seeds=HEADLINE_SEEDS),
+        Row("surprisal", {"ratio": 3.84}, seeds=HEADLINE_SEEDS),
+        Row("surprisal", {"ratio": 3.84} | midpoints),
         *(Row("hash", {"view": view}) for view in ("one", "second", "moved", "midpoints")),
         *(Row("hash", options | overlap) for options in ({}, midpoints)),
         *(Row("router", options) for options in ({}, midpoints, {"per_layer": True})),
@@ -75,6 +77,7 @@ def _rows() -> tuple[Row, ...]:
 
 def _uneven_rows(task: str, seeds: int = 1) -> Iterable[Row]:
     yield Row("class", {"task": task}, seeds)
+    yield Row("surprisal", {"task": task, "ratio": 4.5}, seeds)
     yield Row("fixed", {"task": task, "view": "moved"}, seeds)
     yield Row("learned", {"task": task, "view": "midpoints"})
 
@@ -107,16 +110,20 @@ def run_row(
         what = f"loss {progress.loss:.2f}, accuracy {progress.accuracy:.0%}"
         say(what, 0.8 * progress.step / training.steps)
 
-    model = train(variant, training, home, training_step)
+    settings = {"variant": variant.as_dict(), "training": asdict(training)}
     if (home / RESULT).exists():
-        return Evaluation.from_dict(json.loads((home / RESULT).read_text()))
+        kept = json.loads((home / RESULT).read_text())
+        same = {key: kept.get(key) for key in settings} == settings
+        require(same, f"{home / RESULT}", "a run of these settings (or another folder)", variant)
+        return Evaluation.from_dict(kept["evaluation"])
+    model = train(variant, training, home, training_step)
     found = evaluate(
         model,
         variant.task,
         phases=variant.phases,
         progress=lambda share: say("evaluating", 0.8 + 0.2 * share),
     )
-    (home / RESULT).write_text(json.dumps(found.as_dict()))
+    (home / RESULT).write_text(json.dumps(settings | {"evaluation": found.as_dict()}) + "\n")
     return found
 
 

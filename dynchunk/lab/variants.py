@@ -27,6 +27,8 @@ class Variant:
         Train on grids whose first line is drawn anew for each batch.
     ratio_weight : float
         Weight of a router's ratio loss.
+    surprisal : bool
+        Tokens are scored by their surprisal under the bigrams of the task's own text.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Variant:
     phases: int = 4
     random_offset: bool = False
     ratio_weight: float = 0.03
+    surprisal: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the variant as JSON can hold it."""
@@ -45,6 +48,7 @@ class Variant:
             "phases": self.phases,
             "random_offset": self.random_offset,
             "ratio_weight": self.ratio_weight,
+            "surprisal": self.surprisal,
         }
 
     @classmethod
@@ -61,6 +65,7 @@ def make_variant(
     view: str = "one",
     overlap: bool = False,
     per_layer: bool = False,
+    ratio: float | None = None,
     max_length: int | None = None,
     layers: int = 2,
     task: str = "even",
@@ -80,6 +85,8 @@ def make_variant(
         Entries pool the chunk before too.
     per_layer : bool
         Layers score boundaries of their own.
+    ratio : float, optional
+        To which surprisal and hash boundaries are calibrated. Default: the stride.
     max_length : int, optional
         Longest chunk of content boundaries. Default: 3 strides with a threshold, else 1.5.
     layers : int
@@ -100,9 +107,11 @@ def make_variant(
     require_int("stride", stride, 1)
     require_choice("task", task, tuple(TASKS))
     asked = TASKS[task]
-    base = base_policy(policy, stride, max_length, asked)
+    base = base_policy(policy, stride, max_length, asked, ratio)
     is_content = policy in CONTENTS
     require(is_content or max_length is None, "max_length", "content boundaries", policy)
+    is_calibrated = policy in ("surprisal", "hash")
+    require(is_calibrated or ratio is None, "ratio", "surprisal or hash boundaries", policy)
     is_scored = isinstance(base.score, Learned | Router)
     require(is_scored or not per_layer, "per_layer", "learned boundaries", policy)
     base = replace(base, views=second_view(view, base, stride), window=None)
@@ -115,6 +124,7 @@ def make_variant(
         pattern += (replace(base, boundaries=FixedStride(stride, offset=stride // 2)),)
     parts = {
         policy if policy == "full" else f"{policy}-{stride}": True,
+        f"ratio-{ratio}": ratio is not None,
         f"max-{max_length}": max_length is not None,
         "staggered" if view == "moved" and not is_content else view: view != "one",
         "overlap": overlap,
@@ -130,6 +140,7 @@ def make_variant(
         _config(asked, layers, pattern, sharing),
         stride,
         random_offset=policy == "random-offset",
+        surprisal=policy == "surprisal",
     )
 
 
