@@ -1,7 +1,6 @@
 """Two hypothesis profiles: ``ci`` (default) and ``nightly`` (HYPOTHESIS_PROFILE=nightly)."""
 
 import os
-from collections.abc import Iterator
 
 # Small tensors gain nothing from threads, and lose much where others use the cores too. Set before
 # torch is loaded, for the processes that tests start as well.
@@ -20,12 +19,3 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Small models are faster, and repeat bit for bit, on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

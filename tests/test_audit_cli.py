@@ -14,8 +14,6 @@ from dynchunk.lab import RecallTask, checkpoint, make_variant
 from dynchunk.lab.model import LabModel
 from dynchunk.lab.train import Training
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TASK = RecallTask(pairs=6, queries=4, context=48, keys=12, values=8, fillers=4)
 
 

@@ -10,7 +10,6 @@ from dynchunk.boundaries import FixedStride, HashScore
 from dynchunk.chunks import Chunks
 from dynchunk.lab import Evaluation, RecallTask, evaluate
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TASK = RecallTask()
 
 

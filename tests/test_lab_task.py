@@ -3,8 +3,6 @@ import torch
 
 from dynchunk.lab.task import RecallTask, TokenClass
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TASKS = {
     "even": RecallTask(),
     "uneven": RecallTask.uneven(),

@@ -17,9 +17,6 @@ def small(policy="fixed", **options):
     return replace(variant, task=SMALL, config=config)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 class StopHere(BaseException):
     pass
 
