@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from dynchunk.audit import GapTest, PeriodTest, PhaseReport
@@ -14,15 +13,6 @@ from dynchunk.cli import app
 from dynchunk.lab import RecallTask, checkpoint, make_variant
 from dynchunk.lab.model import LabModel
 from dynchunk.lab.train import Training
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 TASK = RecallTask(pairs=6, queries=4, context=48, keys=12, values=8, fillers=4)
 

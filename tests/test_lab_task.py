@@ -51,7 +51,7 @@ def test_equal_arguments_give_equal_sequences(task):
 @pytest.mark.parametrize("name", ["even", "uneven", "keys-of-2"])
 def test_every_phase_has_equal_shares_mean_and_variance_of_position(name):
     task = TASKS[name]
-    draws = [task.draw(64, seed=1, step=step).positions[:, 0] for step in range(1_200)]
+    draws = [task.draw(64, seed=1, step=step).positions[:, 0] for step in range(600)]
     positions = torch.cat(draws).double()
     for stride in (2, 3, 4, 6, 8, 12, 24):
         groups = [positions[positions % stride == phase] for phase in range(stride)]
@@ -60,7 +60,7 @@ def test_every_phase_has_equal_shares_mean_and_variance_of_position(name):
         for group in groups:
             error = (positions.var() / len(group)) ** 0.5
             assert abs(group.mean() - positions.mean()) < 8 * error  # one prefix for a batch of 64
-            assert group.var() / positions.var() == pytest.approx(1, abs=0.07)
+            assert group.var() / positions.var() == pytest.approx(1, abs=0.09)
 
 
 def test_two_prefixes_balance_mean_and_variance_exactly():

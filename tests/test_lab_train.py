@@ -17,14 +17,6 @@ def small(policy="fixed", **options):
     return replace(variant, task=SMALL, config=config)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class StopHere(BaseException):
     pass
 

@@ -19,13 +19,7 @@ def make_console() -> Console:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Turn what a user can cause into one line on stderr.
-
-    >>> with clear_errors():
-    ...     raise ValueError("ratio: expected a number > 1, got 0")
-    Traceback (most recent call last):
-    click.exceptions.Exit: 2
-    """
+    """Turn what a user can cause into one line on stderr and exit code 2."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:

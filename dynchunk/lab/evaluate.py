@@ -148,12 +148,11 @@ def evaluate(
     """
     tell = progress or (lambda share: None)
     with torch.inference_mode():
-        batches, measured, trials = [], [], []
+        measured, trials = [], []
         for share, batch in _natural(task, repeats, _SEED + seed):
             views = model.chunks(batch.tokens)
             measured.append(_measure(views, batch))
             trials.append(_ask(model, batch, views))
-            batches.append(batch)
             tell(0.35 * share)
         all_trials = Trials(*map(torch.cat, zip(*trials, strict=True)))
         moved_test = _moved(model, task, moved, phases, _SEED + seed, tell)
@@ -176,7 +175,7 @@ def evaluate(
 
 
 def _natural(task: RecallTask, repeats: int, seed: int) -> Iterator[tuple[float, RecallBatch]]:
-    """All prefixes o1 + o2 as often as the design has them."""
+    """Draw all prefixes o1 + o2, each as often as the design has it."""
     period = task.period
     for prefix in range(2 * period - 1):
         ways = period - abs(prefix - (period - 1))
