@@ -44,7 +44,8 @@ def _rows() -> tuple[Row, ...]:
     two, overlap = {"view": "moved"}, {"overlap": True}
     midpoints = {"view": "midpoints"}
     return (
-        Row("full", seeds=HEADLINE_SEEDS),
+        Row("full"),
+        Row("fixed", {"stride": 1} | overlap, seeds=HEADLINE_SEEDS),  # all tokens are entries
         Row("fixed", seeds=HEADLINE_SEEDS),
         *(Row("fixed", {"stride": stride}) for stride in (2, 6, 8, 12)),
         *(Row(name) for name in ("mean", "no-slot-bias", "no-rope", "random-offset")),

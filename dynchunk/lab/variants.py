@@ -22,7 +22,8 @@ class Variant:
     task : RecallTask
     config : ModelConfig
     phases : int
-        Modulus of the phase: the stride, or the target ratio of content boundaries.
+        Modulus of the phase: the stride, or the target ratio of content boundaries; 4 where
+        nothing is compressed.
     random_offset : bool
         Train on grids whose first line is drawn anew for each batch.
     ratio_weight : float
@@ -138,7 +139,7 @@ def make_variant(
         "-".join(part for part, is_wanted in parts.items() if is_wanted),
         asked,
         _config(asked, layers, pattern, sharing),
-        stride,
+        stride if stride > 1 else 4,
         random_offset=policy == "random-offset",
         surprisal=policy == "surprisal",
     )
