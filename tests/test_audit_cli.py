@@ -141,7 +141,7 @@ def test_one_run_and_the_table_that_keeps_it(tmp_path, monkeypatch):
     runs = json.loads((tmp_path / "table.json").read_text())
     assert len(runs) == len(lines)
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
-    assert "only: expected a pattern of one of full, fixed-4" in (
+    assert "only: expected a pattern of one of full, fixed-1-overlap, fixed-4" in (
         run("lab", "table", "--only", "xyz", "--folder", tmp_path, code=2).stderr
     )
 

@@ -87,21 +87,22 @@ def _tell(bar: Progress, task: TaskID, share: float) -> None:
 def _render(reports: Mapping[str, PhaseReport], max_gap: float) -> Table:
     table = Table(title="recall by position of the fact", title_justify="left", box=None)
     table.add_column("model")
-    table.add_column(f"position mod {len(next(iter(reports.values())).phases.groups)}")
+    phases = len(next(iter(reports.values())).phases.groups)
+    table.add_column(f"position mod {phases}", no_wrap=True, min_width=phases)
     for heading in ("ratio", "mean", "worst", "gap", "by chance", "p", "period", "flipped"):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for name, report in reports.items():
-        phases = report.phases
+        by_phase = report.phases
         table.add_row(
             name,
-            _sparkline(phases.accuracy),
+            _sparkline(by_phase.accuracy),
             f"{report.ratio:.2f}",
-            f"{phases.mean:.1%}",
-            f"{min(phases.accuracy):.1%}",
-            f"{phases.gap:.1%}",
-            f"{phases.null95:.1%}",
-            f"{phases.p:.4f}",
+            f"{by_phase.mean:.1%}",
+            f"{min(by_phase.accuracy):.1%}",
+            f"{by_phase.gap:.1%}",
+            f"{by_phase.null95:.1%}",
+            f"{by_phase.p:.4f}",
             str(report.period.period or "none"),
             f"{report.flip_rate:.1%}",
             Text(report.verdict(max_gap), "red" if report.is_defect(max_gap) else "green"),
