@@ -39,10 +39,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
     x = Operands(q, k, v, entry_k, entry_v, bias, sink)
+    if len(q) == 0:  # the fused kernel divides by the number of queries
+        return q.new_empty(0, q.shape[1], _width(x)), q.new_empty(q.shape[:2], dtype=wide_dtype(*x))
     found = []
     for part, layout in _views(x, cu_seqlens_q, cu_seqlens_k, cu_entries, n_visible, raw_start):
-        if len(q) == 0:
-            continue
         Q, K, V, is_bad = _padded(part, layout, scale)
         out, lse = _fused(Q, K, V, attn_mask=layout.added_mask(part), scale=scale)
         out = out[..., : _width(x)]
@@ -53,8 +53,6 @@ def attend(
         if sink is None:
             lse = lse.masked_fill(~layout.mask.any(-1), -torch.inf)
         found.append((layout.rows(out).to(q.dtype), layout.rows(lse)))
-    if not found:
-        return q.new_empty(0, q.shape[1], _width(x)), q.new_empty(q.shape[:2], dtype=wide_dtype(*x))
     outs, sums = zip(*found, strict=True)
     return torch.cat(outs, 1), torch.cat(sums, 1)
 
