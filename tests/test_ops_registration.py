@@ -96,7 +96,7 @@ def test_opcheck(name, dtype, monkeypatch):
     module, call, _ = CALLS[name]
     given = []
 
-    def record(impl, ops):
+    def record(impl, ops, *operands):
         return lambda *args: given.append(args) or ops["reference"](*args)
 
     monkeypatch.setattr(module, "choose", record)

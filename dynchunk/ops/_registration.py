@@ -2,21 +2,21 @@
 
 An implementation of operation ``f`` is a pair of functions, ``f`` and ``f_backward``. They become
 ``dynchunk::f_<impl>`` and ``dynchunk::f_<impl>_backward``, which ``torch.compile`` takes as they
-are.
+are. Those that launch Triton kernels are Triton operations: the compiler sees the kernels.
 """
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
-from dynchunk._checks import require_choice
-
-if TYPE_CHECKING:
-    from torch._library.custom_ops import CustomOpDef
+from dynchunk._checks import require, require_choice
 
 
 class Schema(NamedTuple):
@@ -51,10 +51,17 @@ def register(
     forward: Callable[..., Any],
     backward: Callable[..., Any],
     fake: Callable[..., Any],
+    *,
+    define: Callable[[str, Callable[..., Any], str], CustomOpDef] | None = None,
 ) -> CustomOpDef:
-    """Register an implementation, its shapes (``fake``) and its gradient; return the operation."""
-    op = _define(name, forward, schema.forward)
-    op_backward = _define(f"{name}_backward", backward, schema.backward)
+    """Register an implementation, its shapes (``fake``) and its gradient; return the operation.
+
+    ``define`` makes an operation of a name, a function and a schema: :func:`define_triton` for
+    functions that launch Triton kernels.
+    """
+    define = define or _define
+    op = define(name, forward, schema.forward)
+    op_backward = define(f"{name}_backward", backward, schema.backward)
     n_outputs, n_grads = len(schema.outputs), len(schema.differentiable)
 
     def fake_backward(*args: Any) -> tuple[Tensor, ...]:
@@ -80,10 +87,38 @@ def register(
     return op
 
 
-def choose(impl: str | None, ops: Mapping[str, CustomOpDef]) -> CustomOpDef:
-    """Return the implementation of that name; None means the one that runs on any device."""
+#: An operation, or what imports it: a kernel's libraries are imported when it is first used.
+Implementation = CustomOpDef | Callable[[], CustomOpDef]
+
+
+def choose(
+    impl: str | None, ops: Mapping[str, Implementation], *operands: Tensor | None
+) -> CustomOpDef:
+    """Return the implementation of that name.
+
+    None picks the kernels of the operands' device, where there are some: Triton on a GPU, numba on
+    the CPU; the reference for float64, and elsewhere.
+    """
     require_choice("impl", impl, (None, *ops))
-    return ops["reference" if impl is None else impl]
+    device = next(x.device.type for x in operands if x is not None)
+    if impl is None:
+        impl = _KERNELS.get(device, "reference")
+        if impl not in ops or wide_dtype(*operands) == torch.float64:
+            impl = "reference"
+    elif impl in _DEVICES:
+        ok = device == _DEVICES[impl] or (impl == "triton" and _is_interpreted())
+        others = " or ".join(repr(name) for name in ops if name not in _DEVICES)
+        require(ok, "impl", f"{others} for tensors on {device!r}", impl)
+    found = ops[impl]
+    return found if isinstance(found, CustomOpDef) else found()
+
+
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+_DEVICES = {"triton": "cuda", "cpu": "cpu"}
+_KERNELS = {device: impl for impl, device in _DEVICES.items()}
 
 
 def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -94,3 +129,33 @@ def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 def _define(name: str, function: Callable[..., Any], schema: str) -> CustomOpDef:
     return torch.library.custom_op(f"dynchunk::{name}", function, mutates_args=(), schema=schema)
+
+
+def define_triton(name: str, function: Callable[..., Any], schema: str) -> CustomOpDef:
+    """Define an operation that launches Triton kernels through ``torch.library.wrap_triton``."""
+    if _is_interpreted():  # then there is no kernel to show to the compiler
+        return _define(name, function, schema)
+
+    def launch(*args: Any) -> Any:
+        return function(*args)
+
+    # triton_op reads the schema from annotations.
+    launch.__signature__ = _signature(schema)  # type: ignore[attr-defined]
+    return cast(CustomOpDef, torch.library.triton_op(f"dynchunk::{name}", launch, mutates_args=()))
+
+
+_ANNOTATIONS = {"Tensor": Tensor, "Tensor?": Tensor | None, "SymInt": int, "float": float}
+
+
+def _signature(schema: str) -> inspect.Signature:
+    """Return the signature of a function with that schema."""
+    inputs, outputs = (part.strip(" ()").split(", ") for part in schema.split("->"))
+    parameters = [
+        inspect.Parameter(
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=_ANNOTATIONS[kind]
+        )
+        for kind, name in (item.split() for item in inputs)
+    ]
+    n = len(outputs)
+    returned = Tensor if n == 1 else tuple[(Tensor,) * n]  # type: ignore[misc]
+    return inspect.Signature(parameters, return_annotation=returned)

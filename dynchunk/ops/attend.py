@@ -108,4 +108,4 @@ def attend(
         reads.n_visible,
         reads.raw_start,
     )
-    return Attended(*choose(impl, OPS)(*operands, *integers, default_scale(scale, q)))
+    return Attended(*choose(impl, OPS, *operands)(*operands, *integers, default_scale(scale, q)))

@@ -100,4 +100,4 @@ def attend_selected(
         reads.raw_start,
         lists,
     )
-    return Attended(*choose(impl, OPS)(*operands, *integers, default_scale(scale, q)))
+    return Attended(*choose(impl, OPS, *operands)(*operands, *integers, default_scale(scale, q)))

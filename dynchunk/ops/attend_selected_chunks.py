@@ -102,4 +102,6 @@ def attend_selected_chunks(
         lists,
         block,
     )
-    return Attended(*choose(impl, OPS)(q, k, v, sink, *integers, default_scale(scale, q)))
+    return Attended(
+        *choose(impl, OPS, q, k, v, sink)(q, k, v, sink, *integers, default_scale(scale, q))
+    )

@@ -113,4 +113,6 @@ def index_topk(
     check("reads.n_visible (of one view)", reads.n_visible, "1 S", sizes, "integer")
     require_int("topk", topk, 0)
     integers = (reads.cu_seqlens_q, reads.cu_entries, reads.n_visible, topk)
-    return TopK(*choose(impl, OPS)(q, k, weights, *integers, default_scale(scale, q)))
+    return TopK(
+        *choose(impl, OPS, q, k, weights)(q, k, weights, *integers, default_scale(scale, q))
+    )

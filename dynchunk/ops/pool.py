@@ -91,7 +91,9 @@ def pool(
         gate = _as_heads(expand("gate", gate, tuple(values.shape)))
     if slot_bias is not None:
         slot_bias = _as_heads(_expand_bias(slot_bias, tuple(values.shape)))
-    entries: Tensor = choose(impl, OPS)(_as_heads(values), gate, slot_bias, *spans)
+    entries: Tensor = choose(impl, OPS, values, gate, slot_bias)(
+        _as_heads(values), gate, slot_bias, *spans
+    )
     return entries.reshape(len(entries), *values.shape[1:-1], values.shape[-1] // series)
 
 
