@@ -10,6 +10,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Only the process that tests/test_interpreted.py starts may run these.
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted"]
+
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=100, **_COMMON)
 settings.register_profile("nightly", max_examples=2_000, **_COMMON)
