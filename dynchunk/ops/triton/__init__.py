@@ -1,0 +1,1 @@
+"""Operations by Triton kernels: what ``dynchunk_kernels`` launches, registered when first used."""
