@@ -326,6 +326,7 @@ def config(H: int, D: int, *, whole_heads: bool = False) -> Blocks:
 
     A norm or RoPE needs heads whole; otherwise a head of more than 512 channels is split.
     """
+    H, D = int(H), int(D)  # a compiler that traces lengths as symbols takes these as they are
     block_d = triton.next_power_of_2(max(D, 2))
     if not whole_heads:
         block_d = min(block_d, 512)
@@ -335,6 +336,10 @@ def config(H: int, D: int, *, whole_heads: bool = False) -> Blocks:
 
 def _grid(blocks: Blocks, N: int, H: int, D: int) -> tuple[int, ...]:
     return tuple(triton.cdiv(n, b) for n, b in zip((N, H, D), blocks, strict=True))
+
+
+def _pairs(cos: Tensor | None) -> int:
+    return 0 if cos is None else int(cos.shape[1])
 
 
 class _Operands(NamedTuple):
@@ -390,7 +395,7 @@ def pool(
     wrap_triton(pool_kernel)[_grid(blocks, N, H, D)](
         *x, before, starts, ends, rows, norm, cos, sin, out,
         N, H, *x.sizes, eps,
-        D=D, PAIRS=0 if cos is None else cos.shape[1], **blocks._asdict(), num_warps=_WARPS,
+        D=int(D), PAIRS=_pairs(cos), **blocks._asdict(), num_warps=_WARPS,
     )  # fmt: skip
     return out
 
@@ -434,7 +439,7 @@ def pool_backward(
             grad.contiguous(), *x, before, starts, ends, rows, norm, cos, sin,
             d_values, d_logits, norm_parts,
             T, N, H, *x.sizes, eps,
-            D=D, PAIRS=0 if cos is None else cos.shape[1], **blocks._asdict(), num_warps=_WARPS,
+            D=int(D), PAIRS=_pairs(cos), **blocks._asdict(), num_warps=_WARPS,
         )  # fmt: skip
     d_bias = d_norm = None
     if slot_bias is not None and d_logits is not None:
@@ -462,7 +467,7 @@ def _slot_bias_gradient(
         _, of_heads, of_channels = _grid(blocks, N, H, D)
         wrap_triton(slot_bias_kernel)[(splits, of_heads, of_channels * (C // D))](
             d_logits, before, starts, ends, rows, parts, N, H, S,
-            D=D, **blocks._asdict(), CHUNKS=_CHUNKS_PER_SPLIT, num_warps=_WARPS,
+            D=int(D), **blocks._asdict(), CHUNKS=_CHUNKS_PER_SPLIT, num_warps=_WARPS,
         )  # fmt: skip
     return parts.sum(0).to(slot_bias.dtype)
 
@@ -493,7 +498,7 @@ def pool_state(
         *x, starts, ends, slots,
         highest.contiguous(), total.contiguous(), weighted.contiguous(), *new,
         N, H, *x.sizes,
-        D=D, **blocks._asdict(), num_warps=_WARPS,
+        D=int(D), **blocks._asdict(), num_warps=_WARPS,
     )  # fmt: skip
     return new
 
