@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -36,20 +37,31 @@ class InvariantError(ValueError):
     """A ``Chunks`` object contradicts itself; the message names the first invariant that fails."""
 
 
-def as_cu_seqlens(cu_seqlens: SequenceOffsets, device: torch.device | None = None) -> Tensor:
+def as_cu_seqlens(
+    cu_seqlens: SequenceOffsets,
+    device: torch.device | None = None,
+    *,
+    total: int | None = None,
+) -> Tensor:
     """Return the offsets of packed sequences as a checked int64 tensor [B+1].
+
+    Offsets on a GPU are read once for that, others without waiting for one. ``total`` is the number
+    of tokens that they must end at.
 
     >>> as_cu_seqlens(5), as_cu_seqlens([0, 2, 2, 7])
     (tensor([0, 5]), tensor([0, 2, 2, 7]))
     """
     if isinstance(cu_seqlens, int):
-        return torch.tensor([0, require_int("cu_seqlens", cu_seqlens, 0)], device=device)
+        cu_seqlens = [0, require_int("cu_seqlens", cu_seqlens, 0)]
     cu = torch.as_tensor(cu_seqlens)
     is_integer = not (cu.is_floating_point() or cu.is_complex() or cu.dtype == torch.bool)
     require(is_integer and cu.ndim == 1 and len(cu) >= 1, "cu_seqlens", "integers [B+1]", cu)
-    require(int(cu[0]) == 0, "cu_seqlens", "0 in front", cu.tolist())
-    is_monotone = bool((cu[1:] >= cu[:-1]).all())
-    require(is_monotone, "cu_seqlens", "offsets that never decrease", cu.tolist())
+    offsets = cu.tolist()
+    require(offsets[0] == 0, "cu_seqlens", "0 in front", offsets)
+    is_monotone = all(a <= b for a, b in pairwise(offsets))
+    require(is_monotone, "cu_seqlens", "offsets that never decrease", offsets)
+    ok = total is None or offsets[-1] == total
+    require(ok, "cu_seqlens", f"{total} (all tokens) at the end", offsets)
     return cu.to(device=device, dtype=torch.int64)
 
 
@@ -309,7 +321,7 @@ class Chunks:
     def ids(self) -> Tensor:
         """Chunk of each token, int64 [T]."""
         index = torch.arange(len(self), device=self.device)
-        return torch.repeat_interleave(index, self.lengths)
+        return torch.repeat_interleave(index, self.lengths, output_size=self.num_tokens)
 
     @cached_property
     def slots(self) -> Tensor:

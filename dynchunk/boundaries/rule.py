@@ -137,7 +137,7 @@ class BoundaryRule:
             For scores [B, T]: True on real tokens, padding left or right. Default: no padding.
         impl : {None, "cpu", "reference", "triton"}
             numba on CPU tensors, vectorised torch on any device, or torch with a Triton kernel on
-            a GPU; None picks numba on the CPU, torch elsewhere.
+            a GPU; None picks by device.
 
         Returns
         -------
@@ -226,8 +226,7 @@ def _pack_scores(
     if scores.ndim == 1:
         require(mask is None, "mask", "None for packed scores [T]", mask)
         total = len(scores)
-        cu = as_cu_seqlens(total if cu_seqlens is None else cu_seqlens, scores.device)
-        require(int(cu[-1]) == total, "cu_seqlens", f"{total} (all tokens) at the end", cu.tolist())
+        cu = as_cu_seqlens(total if cu_seqlens is None else cu_seqlens, scores.device, total=total)
         return scores, cu
     require(cu_seqlens is None, "cu_seqlens", "None for scores [B, T] (use mask)", cu_seqlens)
     if mask is None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from dynchunk._checks import require, require_choice
 
 IMPLS = (None, "cpu", "reference", "triton")
+_DEFAULTS = {"cpu": "cpu", "cuda": "triton"}
 
 
 class RuleParameters(NamedTuple):
@@ -74,7 +75,7 @@ def boundaries(
     """
     require_choice("impl", impl, IMPLS)
     if impl is None:
-        impl = "cpu" if scores.device.type == "cpu" else "reference"
+        impl = _DEFAULTS.get(scores.device.type, "reference")
     if scores.dtype not in (torch.float32, torch.float64):
         scores = scores.float()  # exact for the 16- and 8-bit formats
     scores = scores.detach()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from dynchunk_kernels.offline import Case
 
 _BLOCK = 1024
 
@@ -47,3 +51,18 @@ def maxima(scores: Tensor, cu_seqlens: Tensor, radius: int) -> Tensor:
     if T:
         maxima_kernel[(triton.cdiv(T, _BLOCK),)](scores, begin, out, T, radius, BLOCK=_BLOCK)
     return out
+
+
+def cases() -> Iterator[Case]:
+    """Yield the configurations: dtypes of scores."""
+    for dtype in ("fp32", "fp64"):
+        signature = {
+            "p_scores": f"*{dtype}",
+            "p_begin": "*i64",
+            "p_out": "*i1",
+            "T": "i64",
+            "radius": "i32",
+            "BLOCK": "constexpr",
+        }
+        constants = {"BLOCK": _BLOCK}
+        yield Case(maxima_kernel, dtype, signature, constants, 4, 3, is_matmul=False)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from dynchunk._checks import describe, require
+from dynchunk._checks import describe
 from dynchunk.chunks import SequenceOffsets, as_cu_seqlens
 
 
@@ -54,9 +54,8 @@ class Score(ABC):
         """
         tokens = self.check(tokens)
         total = len(tokens)
-        cu = as_cu_seqlens(total if cu_seqlens is None else cu_seqlens, tokens.device)
-        require(int(cu[-1]) == total, "cu_seqlens", f"{total} (all tokens) at the end", cu.tolist())
-        begin = torch.repeat_interleave(cu[:-1], cu.diff())
+        cu = as_cu_seqlens(total if cu_seqlens is None else cu_seqlens, tokens.device, total=total)
+        begin = torch.repeat_interleave(cu[:-1], cu.diff(), output_size=total)
         return self.score(tokens, torch.arange(total, device=tokens.device) - begin)
 
     def __add__(self, other: Score) -> WeightedSum:

@@ -79,7 +79,7 @@ class SurprisalScore(Score):
         require(len(ids) > 0, "tokens", "a corpus of at least one token", tokens)
         require_int("order", order, 1)
         cu = as_cu_seqlens(len(ids) if cu_seqlens is None else cu_seqlens, ids.device)
-        begin = torch.repeat_interleave(cu[:-1], cu.diff())
+        begin = torch.repeat_interleave(cu[:-1], cu.diff(), output_size=len(ids))
         offsets = torch.arange(len(ids), device=ids.device) - begin
         return cls([_count(ids, offsets, k) for k in range(1, order + 1)], vocab_size)
 

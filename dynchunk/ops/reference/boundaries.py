@@ -19,14 +19,16 @@ def boundaries(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return (starts, visible_from, kinds), or None if a score is NaN.
 
-    ``maxima`` finds the local maxima; default: :func:`plain_maxima`.
+    ``maxima`` finds the local maxima; default: :func:`plain_maxima`. On a GPU the host waits twice,
+    for the numbers of bases and of chunks, which depend on the scores; nothing else leaves it.
     """
-    if bool(scores.isnan().any()):
-        return None
     device, total = scores.device, len(scores)
     token = torch.arange(total, device=device)
     lengths = cu_seqlens.diff()
-    begin, end = (torch.repeat_interleave(x, lengths) for x in (cu_seqlens[:-1], cu_seqlens[1:]))
+    begin, end = (
+        torch.repeat_interleave(x, lengths, output_size=total)
+        for x in (cu_seqlens[:-1], cu_seqlens[1:])
+    )
     find, is_high = maxima or plain_maxima, scores.double() >= p.threshold
     is_content = is_high & find(scores, cu_seqlens, p.radius)
     if p.ladder:
@@ -35,7 +37,10 @@ def boundaries(
     is_content &= (token > begin) & (token + p.lag < end)
 
     # Bases: first tokens and content boundaries. Each is followed by its forced cuts.
-    base = (is_content | (token == begin)).nonzero().flatten()
+    # A NaN leaves no base at all, so that its check does not make the host wait once more.
+    base = ((is_content | (token == begin)) & ~scores.isnan().any()).nonzero().flatten()
+    if len(base) == 0 and total > 0:
+        return None
     following = torch.cat([base[1:], cu_seqlens[-1:]])[: len(base)]
     stop = torch.minimum(following, end[base])
     is_bounded = stop < end[base]
@@ -69,8 +74,8 @@ def plain_maxima(scores: Tensor, cu_seqlens: Tensor, radius: int) -> Tensor:
     # A gap of ``radius`` times -inf around every sequence keeps neighbours out of the windows.
     gaps = torch.arange(1, len(cu_seqlens), device=scores.device) * radius
     at = torch.arange(len(scores), device=scores.device)
-    at = at + torch.repeat_interleave(gaps, cu_seqlens.diff())
-    padded = scores.new_full((int(at[-1]) + 1 + 2 * radius,), -torch.inf)
+    at = at + torch.repeat_interleave(gaps, cu_seqlens.diff(), output_size=len(scores))
+    padded = scores.new_full((len(scores) + (len(cu_seqlens) + 1) * radius,), -torch.inf)
     padded[at] = scores
     window = _window_max(padded, radius)
     return (scores > window[at - radius]) & (scores >= window[at + 1])
