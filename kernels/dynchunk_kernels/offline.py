@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+import pkgutil
 import re
 import subprocess
 import tempfile
@@ -9,11 +12,14 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+import dynchunk_kernels
 
 ARCHS = (80, 90, 100)
 
@@ -119,6 +125,58 @@ def compile_case(case: Case, arch: int) -> Compiled:
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return _read(case, arch, binary)
+
+
+def inspect(case: Case, arch: int) -> Compiled:
+    """Return what :func:`compile_case` finds; what does not compile says so in ``why``."""
+    try:
+        return compile_case(case, arch)
+    except (triton.TritonError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        nothing = dict.fromkeys(Compiled._fields, 0)
+        known = {
+            "kernel": case.kernel.__name__,
+            "config": case.config,
+            "arch": arch,
+            "shared_limit": LIMITS[arch].shared_per_block,
+            "num_warps": case.num_warps,
+            "mma": {},
+            "why": f"does not compile: {reason[-1]}",
+        }
+        return Compiled(**(nothing | known))
+
+
+def modules() -> list[str]:
+    """Return the names of this package's modules that have kernels: those with ``cases``."""
+    names = [found.name for found in pkgutil.iter_modules(dynchunk_kernels.__path__)]
+    return [name for name in names if hasattr(_load(name), "cases")]
+
+
+def cases_of(module: str) -> list[Case]:
+    """Return all configurations of the kernels of a module."""
+    return list(_load(module).cases())
+
+
+def hardest_and_common(cases: Iterable[Case], arch: int) -> list[Case]:
+    """Return two configurations of each kernel for an architecture: the largest and the first."""
+    chosen: dict[str, list[Case]] = {}
+    for case in cases:
+        if arch in case.archs:
+            chosen.setdefault(case.kernel.__name__, []).append(case)
+    subset = []
+    for found in chosen.values():
+        largest = max(found, key=_size)
+        subset += [largest] if largest is found[0] else [found[0], largest]
+    return subset
+
+
+def _size(case: Case) -> int:
+    """Product of all sizes that a kernel is compiled for."""
+    return math.prod(x for x in case.constants.values() if type(x) is int and x > 0)
+
+
+def _load(module: str) -> ModuleType:
+    return importlib.import_module(f"dynchunk_kernels.{module}")
 
 
 def _read(case: Case, arch: int, binary: Any) -> Compiled:

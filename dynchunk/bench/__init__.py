@@ -1,0 +1,1 @@
+"""What the kernels do with a GPU: by count, and measured where there is one."""
