@@ -280,3 +280,8 @@ def test_a_stream_refuses_what_it_cannot_restore():
         FixedStride(4).stream().load_state_dict(FixedStride(4, 1).stream().state_dict())
     assert len(stream) == 9
     assert isinstance(stream.chunks(), Chunks)
+
+
+def test_triton_is_not_taken_on_the_cpu():
+    with pytest.raises(ValueError, match="impl: expected 'cpu' or 'reference'"):
+        BoundaryRule(1)(torch.zeros(4), impl="triton")

@@ -1,12 +1,9 @@
 """What the compiler sees of Triton operations: their kernels, in one graph, for any length."""
 
-import pytest
 import torch
 from torch._functorch.aot_autograd import aot_function
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-pytest.importorskip("triton", reason="triton is not made for this platform")
 
 
 def kernels_in(op, *arguments):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -62,7 +63,8 @@ def check(
     """
     seed = torch.seed() % 2**31 if seed is None else seed
     for dtype in dtypes:
-        for problem in Maker(sizes, dtype, device, seed=seed).all():
+        maker = Maker(sizes, dtype, device, seed=seed)
+        for problem in chain(maker.moving(), maker.attending()):
             _poison(device)
             yield from compare(problem, dtype)
 

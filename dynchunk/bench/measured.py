@@ -27,8 +27,8 @@ LARGE = Sizes(
 )
 #: DeepSeek V4: one KV head of 512 channels, keys that are values.
 WIDE = LARGE._replace(heads=64, kv_heads=1, width=512)
-
-_BACKWARD = 2.5  # matrix products of an attention's backward over those of its forward
+#: For what memory bounds: far more than caches hold.
+LONG = LARGE._replace(lengths=(131_072,) * 4, kv_heads=1, width=512)
 
 
 class Measurement(NamedTuple):
@@ -54,6 +54,7 @@ def measure(
     timer: Timer | None = None,
     large: Sizes = LARGE,
     wide: Sizes = WIDE,
+    long: Sizes = LONG,
     ceiling: int = 8192,
     impl: str | None = None,
 ) -> Iterator[Measurement]:
@@ -65,8 +66,8 @@ def measure(
         Default: the current CUDA device.
     timer : callable, optional
         Default: ``triton.testing.do_bench``, medians.
-    large, wide : Sizes
-        Of grouped-query attention, and of the shape of DeepSeek V4.
+    large, wide, long : Sizes
+        Of grouped-query attention, of DeepSeek V4's, and of what memory bounds.
     ceiling : int
         Rows of the square matrices whose product is the ceiling.
     impl : str, optional
@@ -77,7 +78,7 @@ def measure(
     ceilings = list(_ceilings(device, timer, ceiling))
     yield from ceilings
     tflops, gigabytes = ceilings[0].tflops, ceilings[1].gigabytes
-    for problem, shape in _problems(device, large, wide):
+    for problem, shape in _problems(device, large, wide, long):
         for found in _passes(problem, shape, timer, impl):
             yield _relative(found, tflops, gigabytes)
     for found in _dense(device, large, timer):
@@ -97,19 +98,24 @@ def _ceilings(device: torch.device, timer: Timer, n: int) -> Iterator[Measuremen
     yield Measurement("copy", shape, "forward", time, None, moved / time / 1e6, 1.0)
 
 
-def _problems(device: torch.device, large: Sizes, wide: Sizes) -> Iterator[tuple[Problem, str]]:
-    """Yield problems with a word on their shape: content boundaries, then a fixed stride."""
+def _problems(
+    device: torch.device, large: Sizes, wide: Sizes, long: Sizes
+) -> Iterator[tuple[Problem, str]]:
+    """Yield problems with a word on their chunks: by content, then on a grid of that ratio."""
     dtype = torch.bfloat16
-    content = Maker(large, dtype, device)
-    yield from ((problem, "content boundaries") for problem in content.all())
-    stride = round(content.chunks.ratio)
-    grid = Chunks.fixed(stride, content.chunks.cu_seqlens)
-    fixed = Maker(large, dtype, device, chunks=grid)
-    compared = ("pool", "attend", "attend_selected", "attend_selected_chunks", "index_topk")
-    yield from ((p, f"fixed stride {stride}") for p in fixed.all() if p.name in compared)
-    deepseek = Maker(wide, dtype, device)
-    shaped = ("pool", "attend_selected", "gather_rows")
-    yield from ((p, "the shape of DeepSeek V4") for p in deepseek.all() if p.name in shaped)
+    for sizes, kind in ((long, Maker.moving), (large, Maker.attending)):
+        content = Maker(sizes, dtype, device)
+        yield from ((problem, "content boundaries") for problem in kind(content))
+        stride = round(content.chunks.ratio)
+        grid = Chunks.fixed(stride, content.chunks.cu_seqlens)
+        fixed = Maker(sizes, dtype, device, chunks=grid)
+        unlike = ("boundaries", "decode", "decode_topk")  # no grid, or the same as by content
+        words = f"fixed stride {stride}"
+        yield from ((problem, words) for problem in kind(fixed) if problem.name not in unlike)
+        del content, fixed
+    for problem in Maker(wide, dtype, device).attending():
+        if problem.name == "attend_selected":
+            yield problem, "64 heads of 512, one KV head"
 
 
 def _passes(problem: Problem, shape: str, timer: Timer, impl: str | None) -> Iterator[Measurement]:
@@ -117,15 +123,14 @@ def _passes(problem: Problem, shape: str, timer: Timer, impl: str | None) -> Ite
     leaves = {key: x.detach() for key, x in problem.inputs.items()}
     with torch.no_grad():
         time = timer(lambda: problem.call(leaves, impl))
-    yield _rates(name, shape, "forward", time, problem.flops, problem.bytes)
+    yield _rates(name, shape, "forward", time, problem.flops[0], problem.bytes[0])
     if not problem.differentiable:
         return
     wanted = [leaves[key].requires_grad_() for key in problem.differentiable]
     out = problem.call(leaves, impl)[0]
     grad = torch.ones_like(out).where(out.isfinite(), 0)
     time = timer(lambda: torch.autograd.grad(out, wanted, grad, retain_graph=True))
-    flops, moved = int(_BACKWARD * problem.flops), 2 * problem.bytes
-    yield _rates(name, shape, "backward", time, flops, moved)
+    yield _rates(name, shape, "backward", time, problem.flops[1], problem.bytes[1])
 
 
 def _dense(device: torch.device, sizes: Sizes, timer: Timer) -> Iterator[Measurement]:
@@ -148,7 +153,7 @@ def _dense(device: torch.device, sizes: Sizes, timer: Timer) -> Iterator[Measure
     out = attend()
     grad = torch.ones_like(out)
     time = timer(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
-    flops = int(_BACKWARD * flops)
+    flops = flops * 5 // 2
     yield _rates("scaled_dot_product_attention", words, "backward", time, flops, 0)
 
 

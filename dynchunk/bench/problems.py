@@ -39,8 +39,8 @@ class Problem(NamedTuple):
     call: Callable[[Inputs, str | None], Sequence[Tensor]]  #: (inputs, impl) -> outputs
     inputs: dict[str, Tensor]
     differentiable: tuple[str, ...] = ()  #: which inputs have a gradient
-    flops: int = 0  #: useful ones of the forward pass, if it multiplies matrices
-    bytes: int = 0  #: that the forward pass has to read and write, if that is its bound
+    flops: tuple[int, int] = (0, 0)  #: useful ones, forward and backward, of matrix products
+    bytes: tuple[int, int] = (0, 0)  #: to be read and written, where memory is the bound
 
 
 class Sizes(NamedTuple):
@@ -138,8 +138,7 @@ class Maker:
             operands = (x["q"], x["k"], x["v"], x["entry_k"], x["entry_v"])
             return attend.attend(*operands, r, sink=x["sink"], impl=impl)
 
-        products = int(r.n_visible.sum()) + self.raw_reads
-        flops = 4 * s.width * s.heads * products
+        flops = self._attention(int(r.n_visible.sum()) + self.raw_reads)
         return Problem("attend", f"D={s.width}", call, inputs, tuple(inputs), flops)
 
     def attend_selected(self) -> Problem:
@@ -157,8 +156,7 @@ class Maker:
             operands = (x["q"], x["k"], None, x["entry_k"], None)
             return attend_selected.attend_selected(*operands, lists, r, sink=x["sink"], impl=impl)
 
-        products = int((lists >= 0).sum()) + self.raw_reads
-        flops = 4 * s.width * s.heads * products
+        flops = self._attention(int((lists >= 0).sum()) + self.raw_reads)
         words = f"D={s.width} keys are values"
         return Problem("attend_selected", words, call, inputs, tuple(inputs), flops)
 
@@ -178,9 +176,10 @@ class Maker:
             operands = (x["q"], x["k"], x["v"])
             return attend_selected_chunks.attend_selected_chunks(*operands, lists, r, impl=impl)
 
-        chunk = lists + self.chunks.cu_chunks[sequence][:, None, None]
-        tokens = int(self.chunks.lengths[chunk.clamp(min=0)].where(lists >= 0, 0).sum())
-        flops = 4 * s.width * s.heads * (tokens + self.raw_reads)
+        chunk = (lists + self.chunks.cu_chunks[sequence][:, None, None]).clamp(min=0)
+        last = torch.minimum(self.chunks.ends[chunk], r.raw_start[0][:, None, None])
+        older = (last - self.chunks.starts[chunk]).clamp(min=0).where(lists >= 0, 0)
+        flops = self._attention(int(older.sum()) + self.raw_reads)
         name = "attend_selected_chunks"
         return Problem(name, f"D={s.width}", call, inputs, tuple(inputs), flops)
 
@@ -197,7 +196,9 @@ class Maker:
             operands = (x["q"], x["k"], x["weights"])
             return index_topk.index_topk(*operands, r, s.topk, scale=1.0, impl=impl)
 
-        flops = 2 * s.width * s.index_heads * int(r.n_visible.sum())
+        per_pair = 2 * s.width * s.index_heads
+        scored, kept = int(r.n_visible.sum()), int(r.n_visible.clamp(max=s.topk).sum())
+        flops = (per_pair * scored, 3 * per_pair * kept)
         return Problem("index_topk", f"k={s.topk}", call, inputs, tuple(inputs), flops)
 
     def decode(self) -> Problem:
@@ -223,7 +224,7 @@ class Maker:
 
         read = (sum(s.contexts) + rows) * 2 * s.kv_heads * s.width
         size = read * inputs["k"].element_size()
-        return Problem("decode", f"D={s.width}", call, inputs, bytes=size)
+        return Problem("decode", f"D={s.width}", call, inputs, bytes=(size, 0))
 
     def decode_topk(self) -> Problem:
         """As ``index_topk``, in pages."""
@@ -241,7 +242,7 @@ class Maker:
             return decode_topk.decode_topk(*operands, *where, s.topk, scale=1.0, impl=impl)
 
         size = sum(s.contexts) * s.width * inputs["k"].element_size()
-        return Problem("decode_topk", f"k={s.topk}", call, inputs, bytes=size)
+        return Problem("decode_topk", f"k={s.topk}", call, inputs, bytes=(size, 0))
 
     def pool(self, options: str) -> Problem:
         """Pool with the options that are named, such as ``"gate+bias+overlap+norm+rope"``."""
@@ -266,7 +267,8 @@ class Maker:
             return (pool.pool(x["values"], spans, **others, rope=rope, impl=impl),)
 
         entries = len(self.chunks) * s.kv_heads * s.width * inputs["values"].element_size()
-        size = self.size_of(*inputs.values()) + entries
+        read = self.size_of(*inputs.values())
+        size = (read + entries, 2 * read + entries)
         return Problem("pool", options, call, inputs, tuple(inputs), bytes=size)
 
     def pool_state(self) -> Problem:
@@ -285,7 +287,8 @@ class Maker:
             found = pool_state.pool_state(x["values"], state, *where, gate=x["gate"], impl=impl)
             return (found.entries(),)
 
-        return Problem("pool_state", "gate", call, inputs, bytes=self.size_of(*inputs.values()))
+        size = self.size_of(*inputs.values())
+        return Problem("pool_state", "gate", call, inputs, bytes=(size, 0))
 
     def gather_rows(self, tile: int = 16) -> Problem:
         """Tokens into tiles."""
@@ -298,7 +301,7 @@ class Maker:
 
         row = s.kv_heads * s.width * inputs["x"].element_size()
         size = (self.tokens + plan.num_rows) * row
-        return Problem("gather_rows", f"tile={tile}", call, inputs, ("x",), bytes=size)
+        return Problem("gather_rows", f"tile={tile}", call, inputs, ("x",), bytes=(size, size))
 
     def boundaries(self) -> Problem:
         """Cut by the rule."""
@@ -308,13 +311,17 @@ class Maker:
             return boundaries.boundaries(x["scores"], cu, parameters, impl)
 
         inputs = {"scores": self.scores}
-        return Problem("boundaries", "radius 2", call, inputs, bytes=self.size_of(self.scores))
+        size = self.size_of(self.scores)
+        return Problem("boundaries", "radius 2", call, inputs, bytes=(size, 0))
 
-    def all(self) -> Iterator[Problem]:
-        """Yield a problem of every operation and important option that has a kernel."""
+    def moving(self) -> Iterator[Problem]:
+        """Yield the operations that memory bounds: all but attention."""
         for options in ("mean", "gate+bias", "gate+bias+overlap", "gate+bias+overlap+norm+rope"):
             yield self.pool(options)
         yield from (self.pool_state(), self.gather_rows(), self.boundaries())
+
+    def attending(self) -> Iterator[Problem]:
+        """Yield the operations of attention that have a kernel."""
         modules = (
             attend,
             attend_selected,
@@ -327,6 +334,11 @@ class Maker:
             if "triton" in module.OPS:
                 make = getattr(self, module.__name__.rpartition(".")[2])
                 yield make()
+
+    def _attention(self, products: int) -> tuple[int, int]:
+        """Return the FLOPs of an attention in which all queries together read so many rows."""
+        one = 2 * self.sizes.width * self.sizes.heads * products
+        return 2 * one, 5 * one  # q k and p v; again q k, then dp, dv, dq and dk
 
     def _pages(self) -> _Pages:
         needed = [-(-n // PAGE) for n in self.sizes.contexts]
