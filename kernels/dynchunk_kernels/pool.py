@@ -259,24 +259,27 @@ def slot_bias_kernel(
         p_first, p_last = p_before, p_starts
     else:
         p_first, p_last = p_starts, p_ends
-    n_chunks = tl.minimum(N - i_split * CHUNKS, CHUNKS)
-    longest = tl.zeros([], tl.int64)
+    n_chunks = tl.minimum(N - i_split * CHUNKS, CHUNKS).to(tl.int32)
+    longest = tl.zeros([], tl.int32)
     for i in range(0, n_chunks, BLOCK_N):
         first = tl.load(p_first + o_n + i, mask=o_n + i < N, other=0)
         last = tl.load(p_last + o_n + i, mask=o_n + i < N, other=0)
-        longest = tl.maximum(longest, tl.max(last - first, 0))
-    for s in range(0, S):
-        b_sum = tl.zeros([BLOCK_N, BLOCK_H * BLOCK_D], tl.float32)
-        stop = tl.where(s == S - 1, longest, tl.minimum(longest, s + 1))  # the last row serves on
-        for j in range(s, stop):
-            for i in range(0, n_chunks, BLOCK_N):
-                t = tl.load(p_first + o_n + i, mask=o_n + i < N, other=0) + j
-                m_t = t < tl.load(p_last + o_n + i, mask=o_n + i < N, other=0)
-                at = (_rows(p_rows, t, m_t) * H * WIDTH)[:, None] + o_c[None, :]
-                m = m_t[:, None] & m_c[None, :]
-                b_sum += tl.load(p_dlogits + at, mask=m, other=0.0).to(tl.float32)
-        at = (i_split * S + s) * H * WIDTH + o_c
-        tl.store(p_parts + at, tl.sum(b_sum, 0), mask=m_c)
+        longest = tl.maximum(longest, tl.max(last - first, 0).to(tl.int32))
+    p_parts += i_split * S * H * WIDTH + o_c
+    b_sum = tl.zeros([BLOCK_N, BLOCK_H * BLOCK_D], tl.float32)
+    for j in range(0, longest):
+        for i in range(0, n_chunks, BLOCK_N):
+            t = tl.load(p_first + o_n + i, mask=o_n + i < N, other=0) + j
+            m_t = t < tl.load(p_last + o_n + i, mask=o_n + i < N, other=0)
+            at = (_rows(p_rows, t, m_t) * H * WIDTH)[:, None] + o_c[None, :]
+            m = m_t[:, None] & m_c[None, :]
+            b_sum += tl.load(p_dlogits + at, mask=m, other=0.0).to(tl.float32)
+        if j < S - 1:  # the last row serves all later slots
+            tl.store(p_parts, tl.sum(b_sum, 0), mask=m_c)
+            p_parts += H * WIDTH
+            b_sum = tl.zeros([BLOCK_N, BLOCK_H * BLOCK_D], tl.float32)
+    p_parts += tl.maximum(S - 1 - longest, 0) * H * WIDTH
+    tl.store(p_parts, tl.sum(b_sum, 0), mask=m_c)
 
 
 @triton.jit(do_not_specialize=["N", "H", "S"])
@@ -461,7 +464,7 @@ def _slot_bias_gradient(
     (N,), (S, H, C) = starts.shape, slot_bias.shape
     D = C if before is None else C // 2
     splits = triton.cdiv(N, _CHUNKS_PER_SPLIT)
-    parts = slot_bias.new_empty(splits, S, H, C, dtype=torch.float32)
+    parts = slot_bias.new_zeros(splits, S, H, C, dtype=torch.float32)
     if parts.numel():
         blocks = config(H, D)
         _, of_heads, of_channels = _grid(blocks, N, H, D)
