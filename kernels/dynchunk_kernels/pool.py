@@ -212,7 +212,9 @@ def pool_backward_kernel(
         t = first + j
         slot, shift = _slot_and_series(t, first, start, D, OVERLAP)
         m = (t < end)[:, None] & m_c[None, :]
-        row = _rows(p_rows, t, t < after)
+        # Not by _rows: torch.compile would think that a kernel changes what it loads in a function
+        # to know where to store.
+        row = t if p_rows is None else tl.load(p_rows + t, mask=t < after, other=0)
         b_value, b_logit = _token(
             p_values, p_gate, p_bias, row, slot, shift, m, h, d, S,
             stride_vt, stride_vh, stride_gt, stride_gh, stride_bs, stride_bh,
