@@ -159,22 +159,23 @@ def test_json_of_the_counts():
 
 
 @pytest.fixture
-def one_kernel(monkeypatch):
-    """Keep one kernel, once as it is and once as if it multiplied matrices."""
+def keep(monkeypatch):
+    """Keep one kernel, as it is or changed."""
     pytest.importorskip("triton", reason="triton is not made for this platform")
     from dynchunk_kernels import offline as kernels
 
-    case = kernels.cases_of("pack")[0]
+    plain = kernels.cases_of("pack")
 
-    def keep(*cases):
-        monkeypatch.setattr(offline, "jobs", lambda archs, quick: [(x, archs[0]) for x in cases])
+    def only(n=1, **changes):
+        changed = [plain[0]._replace(config=f"{i}", **changes) for i in range(n)]
+        monkeypatch.setattr(kernels, "modules", lambda: ["pack"])
+        monkeypatch.setattr(kernels, "cases_of", lambda module: changed)
 
-    return case, keep
+    return only
 
 
-def test_machine_code_in_a_table_and_in_json(one_kernel, tmp_path):
-    case, keep = one_kernel
-    keep(case)
+def test_machine_code_in_a_table_and_in_json(keep, tmp_path):
+    keep()
     path = tmp_path / "found.json"
     out = run("--only", "offline", "--arch", "90", "--json", path).stdout
     assert "gather_rows" in out
@@ -186,18 +187,29 @@ def test_machine_code_in_a_table_and_in_json(one_kernel, tmp_path):
     assert row["shared_limit"] == 227 * 1024
 
 
-def test_a_kernel_that_is_not_fit_is_an_error(one_kernel):
-    case, keep = one_kernel
-    keep(case, case._replace(is_matmul=True))
-    out = run("--only", "offline", "--arch", "80", code=1).stdout
+def test_a_kernel_that_is_not_fit_is_an_error(keep):
+    keep(2, is_matmul=True)
+    out = run("--only", "offline", "--arch", "80", "--jobs", "1", code=1).stdout
     assert out.count("gather_rows") == 2
-    assert "no tensor-core instruction" in out
+    assert out.count("no tensor-core instruction") == 2
+
+
+def test_several_processes_find_the_same(keep):
+    found = offline.jobs([80], quick=True)[:3]
+    assert list(offline.compiled(found, 2)) == list(offline.compiled(found, 1))
+
+
+def test_quick_keeps_the_first_and_the_largest_of_each_kernel():
+    found = [job.case for job in offline.jobs([90], quick=True) if job.module == "pool"]
+    configs = {case.config for case in found if case.kernel.__name__ == "pool_kernel"}
+    assert configs == {"D=64 H=8 bf16 mean", "D=512 H=1 bf16 gate+bias+overlap+norm+rope"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--only", "offline", "--arch", "75"), "--arch: expected one of 80, 90, 100, got 75"),
+        (("--only", "offline", "--jobs", "0"), "--jobs: expected an integer >= 1"),
         (("--only", "accounting", "--text", "no/such/file"), "--text: expected a file"),
     ],
 )

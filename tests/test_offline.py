@@ -12,22 +12,28 @@ import triton.language as tl
 from dynchunk_kernels import offline
 from dynchunk_kernels.offline import Case, compile_case, inspect, parse_sass, resident_warps
 
-from dynchunk.bench.offline import jobs
+from dynchunk.bench.offline import compiled, jobs
 
 IS_NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 JOBS = jobs(offline.ARCHS, quick=not IS_NIGHTLY)
 
 
 def name_of(job):
-    case, arch = job
-    return f"{case.kernel.__name__}-{case.config}-sm_{arch}"
+    return f"{job.case.kernel.__name__}-{job.case.config}-sm_{job.arch}"
+
+
+@pytest.fixture(scope="module")
+def found(request):
+    """What all chosen configurations compile to, made side by side."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    chosen = [call.params["job"] for call in calls if call and "job" in call.params]
+    return dict(zip(chosen, compiled(chosen, os.cpu_count() or 1), strict=True))
 
 
 @pytest.mark.parametrize("job", JOBS, ids=name_of)
-def test_every_kernel_is_fit_to_run(job):
-    found = compile_case(*job)
-    assert found.ok, f"{found.why}: {found}"
-    assert 0 < found.resident_warps <= 64
+def test_every_kernel_is_fit_to_run(job, found):
+    assert found[job].ok, f"{found[job].why}: {found[job]}"
+    assert 0 < found[job].resident_warps <= 64
 
 
 def test_every_module_with_kernels_shows_its_cases():

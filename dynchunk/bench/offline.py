@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynchunk.bench.accounting import AttendTile
 
@@ -12,7 +14,22 @@ if TYPE_CHECKING:  # it needs triton
     from dynchunk_kernels.offline import Case, Compiled
 
 
-def jobs(archs: Sequence[int], *, quick: bool = False) -> list[tuple[Case, int]]:
+class Job(NamedTuple):
+    """A configuration of a kernel to compile, by name, so that any process can do it."""
+
+    module: str  #: of ``dynchunk_kernels``
+    number: int  #: of its cases
+    arch: int
+
+    @property
+    def case(self) -> Case:
+        """The configuration."""
+        from dynchunk_kernels.offline import cases_of
+
+        return cases_of(self.module)[self.number]
+
+
+def jobs(archs: Sequence[int], *, quick: bool = False) -> list[Job]:
     """Return the configurations of all kernels, with the architectures to compile them for.
 
     ``quick`` keeps two of each kernel and architecture: the largest one and the first.
@@ -23,16 +40,38 @@ def jobs(archs: Sequence[int], *, quick: bool = False) -> list[tuple[Case, int]]
     for module in offline.modules():
         cases = offline.cases_of(module)
         for arch in archs:
-            chosen = offline.hardest_and_common(cases, arch) if quick else cases
-            found += [(case, arch) for case in chosen if arch in case.archs]
+            here = [Job(module, i, arch) for i, case in enumerate(cases) if arch in case.archs]
+            found += _largest_and_first(here) if quick else here
     return found
 
 
-def compiled(cases: Sequence[tuple[Case, int]]) -> Iterator[Compiled]:
-    """Compile them one after another."""
-    from dynchunk_kernels import offline
+def _largest_and_first(found: list[Job]) -> list[Job]:
+    from dynchunk_kernels.offline import size_of
 
-    return (offline.inspect(case, arch) for case, arch in cases)
+    by_kernel: dict[str, list[Job]] = {}
+    for job in found:
+        by_kernel.setdefault(job.case.kernel.__name__, []).append(job)
+    chosen = []
+    for of_kernel in by_kernel.values():
+        largest = max(of_kernel, key=lambda job: size_of(job.case))
+        chosen += [of_kernel[0]] if largest == of_kernel[0] else [of_kernel[0], largest]
+    return chosen
+
+
+def compiled(found: Sequence[Job], workers: int = 1) -> Iterator[Compiled]:
+    """Compile in order, in as many processes."""
+    if workers == 1 or len(found) < 2:
+        yield from map(compile_job, found)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(compile_job, found)
+
+
+def compile_job(job: Job) -> Compiled:
+    """Compile one configuration; what does not compile says so."""
+    from dynchunk_kernels.offline import inspect
+
+    return inspect(job.case, job.arch)
 
 
 def attend_tiles() -> dict[str, tuple[int, AttendTile]]:

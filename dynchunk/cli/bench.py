@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import warnings
 from collections.abc import Sequence
 from enum import StrEnum
@@ -16,7 +17,7 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from dynchunk._checks import optional_import, require
+from dynchunk._checks import optional_import, require, require_int
 from dynchunk.bench import accounting, measured, offline
 from dynchunk.cli.common import clear_errors, make_console
 
@@ -54,6 +55,9 @@ def tensor_cores(
         bool, typer.Option(help="Two configurations of each kernel, the largest and the first.")
     ] = False,
     text: Annotated[Path, typer.Option(help="A text to count on, bytes as tokens.")] = _TEXT,
+    workers: Annotated[
+        int, typer.Option("--jobs", help="Compile in as many processes.")
+    ] = os.cpu_count() or 1,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Write one JSON object here, - for stdout.")
     ] = None,
@@ -70,7 +74,7 @@ def tensor_cores(
     console = make_console()
     with clear_errors():
         if Part.OFFLINE in parts:
-            found["offline"] = _compile(arch or [80, 90, 100], quick=quick, show=not quiet)
+            found["offline"] = _compile(arch or [80, 90, 100], workers, quick=quick, show=not quiet)
         if Part.ACCOUNTING in parts:
             require(text.is_file(), "--text", "a file", text)
             found["accounting"] = accounting.account(text.read_bytes(), offline.attend_tiles())
@@ -85,15 +89,16 @@ def tensor_cores(
         raise typer.Exit(1)
 
 
-def _compile(archs: Sequence[int], *, quick: bool, show: bool) -> list[Compiled]:
+def _compile(archs: Sequence[int], workers: int, *, quick: bool, show: bool) -> list[Compiled]:
     optional_import("triton", extra="triton")
     from dynchunk_kernels.offline import LIMITS
 
+    require_int("--jobs", workers, 1)
     for arch in archs:
         require(arch in LIMITS, "--arch", f"one of {', '.join(map(str, LIMITS))}", arch)
     jobs = offline.jobs(archs, quick=quick)
     progress = track(
-        offline.compiled(jobs),
+        offline.compiled(jobs, workers),
         "compiling",
         total=len(jobs),
         console=Console(stderr=True),
@@ -101,7 +106,7 @@ def _compile(archs: Sequence[int], *, quick: bool, show: bool) -> list[Compiled]
         disable=not show,
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Triton, about defaults of its next version
+        warnings.simplefilter("ignore")  # of Triton, on defaults of its next version
         return list(progress)
 
 

@@ -152,26 +152,14 @@ def modules() -> list[str]:
     return [name for name in names if hasattr(_load(name), "cases")]
 
 
+@cache
 def cases_of(module: str) -> list[Case]:
     """Return all configurations of the kernels of a module."""
     return list(_load(module).cases())
 
 
-def hardest_and_common(cases: Iterable[Case], arch: int) -> list[Case]:
-    """Return two configurations of each kernel for an architecture: the largest and the first."""
-    chosen: dict[str, list[Case]] = {}
-    for case in cases:
-        if arch in case.archs:
-            chosen.setdefault(case.kernel.__name__, []).append(case)
-    subset = []
-    for found in chosen.values():
-        largest = max(found, key=_size)
-        subset += [largest] if largest is found[0] else [found[0], largest]
-    return subset
-
-
-def _size(case: Case) -> int:
-    """Product of all sizes that a kernel is compiled for."""
+def size_of(case: Case) -> int:
+    """Return the product of all sizes that a kernel is compiled for."""
     return math.prod(x for x in case.constants.values() if type(x) is int and x > 0)
 
 
@@ -180,9 +168,9 @@ def _load(module: str) -> ModuleType:
 
 
 def _read(case: Case, arch: int, binary: Any) -> Compiled:
-    usage, code = _dump(binary.asm["cubin"])
+    code = _dump(binary.asm["cubin"])
     registers, stack, static = (
-        int(match[1]) if (match := re.search(rf"\b{word}:(\d+)", usage)) else 0
+        int(match[1]) if (match := re.search(rf"\b{word}:(\d+)", code)) else 0
         for word in ("REG", "STACK", "SHARED")
     )
     shared = max(binary.metadata.shared, static)
@@ -279,19 +267,15 @@ def parse_sass(code: str) -> list[Instruction]:
     ]
 
 
-def _dump(cubin: bytes) -> tuple[str, str]:
-    """Return what cuobjdump says of the resources of a binary, and its code."""
+def _dump(cubin: bytes) -> str:
+    """Return what cuobjdump says of a binary: its resources, then its code."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        return _cuobjdump("-res-usage", path), _cuobjdump("-sass", path)
-
-
-def _cuobjdump(flag: str, path: Path) -> str:
-    command = [_find_cuobjdump(), flag, str(path)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [_find_cuobjdump(), "-res-usage", "-sass", str(path)]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode:
-        raise RuntimeError(f"cuobjdump {flag} failed: {found.stderr.strip()}")
+        raise RuntimeError(f"cuobjdump failed: {found.stderr.strip()}")
     return found.stdout
 
 
