@@ -31,6 +31,14 @@ CALLS = {
         lambda x, gate, bias: pool.pool(x, OVERLAPPING, gate=gate, slot_bias=bias),
         [(11, 2, 4), (11, 2, 4), (3, 4)],
     ),
+    "pool_with_norm_and_rope": (
+        pool,
+        lambda x, norm, angle: (
+            pool.pool(x, SPANS, norm=norm, rope=(angle.detach().cos(), angle.detach().sin()))
+            + 0 * angle.sum()
+        ),
+        [(11, 2, 6), (6,), (len(VIEWS[0]), 2)],
+    ),
     "attend": (
         attend,
         lambda *x: attend.attend(*x[:5], READS, bias=x[5], sink=x[6]),

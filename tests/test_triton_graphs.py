@@ -91,3 +91,54 @@ def test_gather_rows():
     at = torch.zeros(5, dtype=torch.int64)
     found = kernels_in(torch.ops.dynchunk.gather_rows_triton, torch.zeros(5, 8), at, at)
     assert found == [("gather_rows_kernel", ["p_out"])]
+
+
+class Recorder:
+    """Takes the place of ``wrap_triton``: keeps what each launch would be compiled for."""
+
+    def __init__(self):
+        self.keys = set()
+
+    def __call__(self, kernel):
+        def launch(*args, num_warps, **constants):
+            given = dict(zip(kernel.arg_names, args, strict=False)) | constants
+            free = {p.name for p in kernel.params if p.do_not_specialize}
+
+            def key(name):
+                x = given[name]
+                if isinstance(x, torch.Tensor):
+                    return x.dtype
+                return type(x) if name in free else x
+
+            found = tuple((name, key(name)) for name in kernel.arg_names)
+            self.keys.add((kernel.fn.__name__, num_warps, found))
+
+        class Launches:
+            def __getitem__(self, grid):
+                return launch
+
+        return Launches()
+
+
+def test_case_37_one_compile_serves_all_lengths(monkeypatch):
+    from dynchunk_kernels import pack, pool
+
+    recorder = Recorder()
+    monkeypatch.setattr(pool, "wrap_triton", recorder)
+    monkeypatch.setattr(pack, "wrap_triton", recorder)
+    for tokens, chunks in ((63, 13), (64, 16), (1000, 211)):
+        x, bias = torch.zeros(tokens, 2, 32), torch.zeros(3, 2, 32)
+        at, norm, angles = torch.zeros(chunks).long(), torch.zeros(16), torch.zeros(chunks, 4)
+        given = (x, x, bias, norm, at, at, at, None, angles, angles, 1e-6)
+        pool.pool(*given)
+        pool.pool_backward(torch.zeros(chunks, 2, 16), *given)
+        pool.pool_state(x, None, None, at, at, at, *[torch.zeros(chunks, 2, 32)] * 3)
+        pack.gather_rows(x, torch.zeros(tokens + 9).long())
+    names = sorted(name for name, *_ in recorder.keys)
+    assert names == [
+        "gather_rows_kernel",
+        "pool_backward_kernel",
+        "pool_kernel",
+        "pool_state_kernel",
+        "slot_bias_kernel",
+    ]
