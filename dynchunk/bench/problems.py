@@ -23,7 +23,6 @@ from dynchunk.ops import (
     pool_state,
 )
 from dynchunk.ops.layout import Reads, Spans
-from dynchunk.packing import plan_tiles
 
 RULE = BoundaryRule(2, min_length=3, max_length=8)  # a ratio of 4.75 on random scores
 PAGE = 64
@@ -290,18 +289,21 @@ class Maker:
         size = self.size_of(*inputs.values())
         return Problem("pool_state", "gate", call, inputs, bytes=(size, 0))
 
-    def gather_rows(self, tile: int = 16) -> Problem:
-        """Tokens into tiles."""
-        s, plan = self.sizes, plan_tiles(self.chunks, tile, "best_fit")
+    def gather_rows(self) -> Problem:
+        """Tokens into rows in order, every 16th row or so empty: what packing into tiles is."""
+        s, count = self.sizes, self.tokens + self.tokens // 16
+        order = torch.randperm(count, generator=self.generator, device=self.device)
+        inverse = order[: self.tokens].sort().values
+        index = torch.full((count,), -1, device=self.device)
+        index[inverse] = torch.arange(self.tokens, device=self.device)
         inputs = {"x": self.normal(self.tokens, s.kv_heads, s.width)}
-        index, inverse = plan.token_of_row, plan.row_of_token
 
         def call(x: Inputs, impl: str | None) -> Sequence[Tensor]:
             return (gather_rows.gather_rows(x["x"], index, inverse, impl=impl),)
 
         row = s.kv_heads * s.width * inputs["x"].element_size()
-        size = (self.tokens + plan.num_rows) * row
-        return Problem("gather_rows", f"tile={tile}", call, inputs, ("x",), bytes=(size, size))
+        size = (self.tokens + count) * row
+        return Problem("gather_rows", "with gaps", call, inputs, ("x",), bytes=(size, size))
 
     def boundaries(self) -> Problem:
         """Cut by the rule."""
