@@ -1,0 +1,1 @@
+"""Triton kernels as operations. Importing a module of this package imports Triton."""
