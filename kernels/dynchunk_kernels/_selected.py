@@ -426,6 +426,14 @@ class Shape(NamedTuple):
         return sizes | {"BLOCK_D": block(self.D), "BLOCK_V": block(self.D_V)}
 
 
+def alike(q: Tensor, *others: Tensor | None) -> Any:
+    """Return operands in one dtype and dense; None stays None."""
+    dtype = q.dtype
+    for x in others:
+        dtype = dtype if x is None else torch.promote_types(dtype, x.dtype)
+    return tuple(None if x is None else x.to(dtype).contiguous() for x in (q, *others))
+
+
 def block(size: int) -> int:
     """Return the width of a tile that holds ``size`` channels or rows."""
     return max(16, triton.next_power_of_2(size))
@@ -433,9 +441,7 @@ def block(size: int) -> int:
 
 def key_config(arch: int, shape: Shape) -> Config:
     """Choose tiles for the gradients of keys."""
-    rows = 64 if shape.width <= 128 else 32
-    if shape.dtype == torch.float32:
-        rows = 32 if shape.width <= 128 else 16
+    rows = 16 if shape.dtype == torch.float32 else 64 if shape.width <= 64 else 32
     return Config(rows, _lists.TILE, 8 if shape.width > 128 else 4, 2 if shape.width <= 256 else 1)
 
 
@@ -507,9 +513,10 @@ def key_gradients(
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _FLOATS = ("p_lse", "p_shift", "p_grad_lse", "p_sink", "p_scores", "p_grad_scores")
-_INTS = ("p_rows", "p_count")
+_INTS = ("p_rows", "p_count", "p_before")
 _LONGS = (
-    "p_bounds p_first p_last p_raw_start p_start_of p_at p_bits p_offsets p_queries p_own p_indices"
+    "p_bounds p_first p_last p_raw_start p_start_of p_at p_bits p_offsets p_queries p_own p_indices "
+    "p_to_token p_run"
 ).split()
 
 
@@ -534,6 +541,7 @@ def case(
         config.num_warps,
         config.num_stages,
         (arch,),
+        is_matmul=shape.dtype != torch.float32,
     )
 
 

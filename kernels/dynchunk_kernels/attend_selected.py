@@ -8,7 +8,6 @@ their readers in a fixed order: no atomics, the same bits every time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -236,19 +235,20 @@ def query_gradients_kernel(
 
 def forward_config(arch: int, shape: Shape) -> Config:
     """Choose tiles for the forward."""
-    return _config(arch, shape, 64)
+    rows = 64 if shape.width < 512 or arch >= 100 else 32
+    return _config(shape, rows, 2)
 
 
 def query_config(arch: int, shape: Shape) -> Config:
     """Choose tiles for the gradient of queries."""
-    return _config(arch, shape, 64 if shape.width < 512 else 32)
+    return _config(shape, 64 if shape.width < 512 else 32, 3 if shape.width <= 128 else 2)
 
 
-def _config(arch: int, shape: Shape, rows: int) -> Config:
-    rows = min(rows, _selected.block(shape.group))
+def _config(shape: Shape, rows: int, stages: int) -> Config:
+    rows, warps = min(rows, _selected.block(shape.group)), 8 if shape.width > 128 else 4
     if shape.dtype == torch.float32:
-        return Config(min(rows, 16), 16, 8 if shape.width > 128 else 4, 1)
-    return Config(rows, 32, 8 if shape.width > 128 else 4, 2)
+        return Config(16, 16, warps, 1)
+    return Config(rows, 32, warps, stages)
 
 
 def attend_selected(
@@ -286,7 +286,8 @@ def attend_selected(
     has its own lists): a few per cent of the attention itself where a KV head has many query heads.
     """
     dtype = q.dtype
-    q, k, v, entry_k, entry_v, bias = _alike(q, k, v, entry_k, entry_v, bias)
+    q, k, v, entry_k, entry_v = _selected.alike(q, k, v, entry_k, entry_v)
+    bias = None if bias is None else bias.contiguous()
     lists, own, raw_start = _layout(
         cu_seqlens_q, cu_seqlens_k, cu_entries, n_visible, raw_start, indices, k
     )
@@ -347,7 +348,8 @@ def attend_selected_backward(
     40 bytes for each of them while it runs.
     """
     given = q, k, v, entry_k, entry_v, bias, sink
-    q, k, v, entry_k, entry_v, bias = _alike(q, k, v, entry_k, entry_v, bias)
+    q, k, v, entry_k, entry_v = _selected.alike(q, k, v, entry_k, entry_v)
+    bias = None if bias is None else bias.contiguous()
     grad_out, out = grad_out.to(q.dtype).contiguous(), out.contiguous()
     grad_lse, lse = grad_lse.contiguous(), lse.contiguous()
     lists, own, raw_start = _layout(
@@ -406,16 +408,6 @@ def attend_selected_backward(
         q.new_empty(0) if x is None or grad is None else grad.to(x.dtype)
         for x, grad in zip(given, grads, strict=True)
     )
-
-
-def _alike(q: Tensor, *others: Tensor | None) -> Any:
-    """Return operands in one dtype and dense, the bias in its own dtype."""
-    dtype = q.dtype
-    for x in others[:-1]:
-        dtype = dtype if x is None else torch.promote_types(dtype, x.dtype)
-    *rows, bias = (q, *others)
-    dense = [None if x is None else x.to(dtype).contiguous() for x in rows]
-    return *dense, None if bias is None else bias.contiguous()
 
 
 def _layout(
