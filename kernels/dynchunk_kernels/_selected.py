@@ -515,33 +515,34 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _FLOATS = ("p_lse", "p_shift", "p_grad_lse", "p_sink", "p_scores", "p_grad_scores")
 _INTS = ("p_rows", "p_count", "p_before")
 _LONGS = (
-    "p_bounds p_first p_last p_raw_start p_start_of p_at p_bits p_offsets p_queries p_own p_indices "
-    "p_to_token p_run"
+    "p_bounds p_first p_last p_raw_start p_start_of p_at p_bits p_offsets p_queries p_own "
+    "p_to_token p_run p_n_visible p_pages p_bound p_keys p_indices"
 ).split()
 
 
 def case(
     kernel: Any,
     arch: int,
-    shape: Shape,
-    config: NamedTuple,
-    **options: bool,
+    shape: Any,
+    config: Any,
+    *,
+    is_matmul: bool = True,
+    **options: int,
 ) -> Case:
     """Return a kernel as its launcher compiles it for an architecture."""
-    constants = shape.constants() | options | config._asdict()
-    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
-    words = [f"D={shape.D}", f"D_V={shape.D_V}", f"heads={shape.H}/{shape.H_KV}"]
-    words += [_NAMES[shape.dtype], *(f"{x.lower()}={n}" for x, n in config._asdict().items())]
-    words += [name.lower() for name, value in options.items() if value]
+    tiles = {name: n for name, n in config._asdict().items() if name in kernel.arg_names}
+    constants = shape.constants() | options | tiles
+    words = [f"{name}={n}" for name, n in shape._asdict().items() if name != "dtype"]
+    words += [f"{name}={n}" for name, n in (options | config._asdict()).items()]
     return Case(
         kernel,
-        " ".join(words),
+        " ".join([_NAMES[shape.dtype], *words]),
         {name: _type(name, shape.dtype, constants) for name in kernel.arg_names},
-        constants,
+        {name: n for name, n in constants.items() if name in kernel.arg_names},
         config.num_warps,
         config.num_stages,
         (arch,),
-        is_matmul=shape.dtype != torch.float32,
+        is_matmul=is_matmul and shape.dtype != torch.float32,
     )
 
 
