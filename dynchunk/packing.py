@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dynchunk._checks import describe, require, require_choice
 from dynchunk.chunks import Chunks
+from dynchunk.ops.gather_rows import gather_rows
 
 TILES = (8, 16, 32)
 ORDERS = ("stream", "best_fit")
@@ -71,8 +72,10 @@ class TilePlan:
         ids = self.segment_ids.view(-1, self.tile)
         return (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] >= 0)
 
-    def pack(self, x: Tensor) -> Packed:
+    def pack(self, x: Tensor, *, impl: str | None = None) -> Packed:
         """Move the tokens of ``x`` [T, ...] to their rows; differentiable.
+
+        ``impl`` is that of :func:`~dynchunk.ops.gather_rows.gather_rows`.
 
         Raises
         ------
@@ -80,10 +83,9 @@ class TilePlan:
             ``x`` has another number of tokens.
         """
         _require_rows("x", x, len(self.row_of_token))
-        rows = x.new_zeros(self.num_rows, *x.shape[1:]).index_copy(0, self.row_of_token, x)
-        return Packed(rows, self)
+        return Packed(gather_rows(x, self.token_of_row, self.row_of_token, impl=impl), self)
 
-    def unpack(self, rows: Tensor) -> Tensor:
+    def unpack(self, rows: Tensor, *, impl: str | None = None) -> Tensor:
         """Return the tokens [T, ...] of rows [P, ...]; padding rows are never read.
 
         Raises
@@ -92,7 +94,7 @@ class TilePlan:
             ``rows`` has another number of rows.
         """
         _require_rows("rows", rows, self.num_rows)
-        return rows.index_select(0, self.row_of_token)
+        return gather_rows(rows, self.row_of_token, self.token_of_row, impl=impl)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from ops_oracle import assert_close, few, layouts, normal, random_layout
 from dynchunk.chunks import Chunks
 from dynchunk.ops.layout import Spans
 from dynchunk.ops.pool import pool
+from dynchunk.packing import plan_tiles
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 MODES = ["mean", "gate", "gate+bias", "bias"]
@@ -76,6 +77,64 @@ def test_gradients_in_low_precision(dtype):
         grads.append(torch.autograd.grad(out, [values, gate, bias], seed_grad.to(out.dtype)))
     for expected, found in zip(*grads, strict=True):
         assert_close(found, expected, dtype)
+
+
+def after(entries, norm, eps, angles):
+    """Norm and RoPE as modules would do them."""
+    entries = torch.nn.functional.rms_norm(entries, norm.shape, norm, eps)
+    still, turning = entries.split(
+        [entries.shape[-1] - 2 * angles.shape[1], 2 * angles.shape[1]], -1
+    )
+    spin = torch.polar(torch.ones_like(angles), angles)[:, None]
+    turned = torch.view_as_real(torch.view_as_complex(turning.unflatten(-1, (-1, 2))) * spin)
+    return torch.cat([still, turned.flatten(-2)], -1)
+
+
+@few
+@given(layouts(max_tokens=6), st.sampled_from(MODES), st.booleans(), st.integers(0, 2))
+def test_norm_and_rope_are_what_modules_do(chunks, mode, overlap, pairs):
+    inputs = [x for x in operands(chunks, mode, overlap, width=4) if x is not None]
+    inputs = [x.requires_grad_() for x in (*inputs, normal(4, seed=7))]
+    angles = normal(len(chunks), pairs, seed=8)
+    names = [name for name in ("gate", "slot_bias") if name.removeprefix("slot_") in mode]
+
+    def run(values, *others):
+        *given, norm = others
+        options = dict(zip(names, given, strict=True))
+        rope = (angles.cos(), angles.sin())
+        spans = Spans.of(chunks, overlap=overlap)
+        return (
+            pool(values, spans, **options, norm=norm, eps=1e-5, rope=rope),
+            after(pool(values, spans, **options), norm, 1e-5, angles),
+        )
+
+    found, expected = run(*inputs)
+    assert_close(found, expected.detach())
+    if chunks.is_closed.any():
+        grads = [torch.autograd.grad(x.square().sum(), inputs) for x in (found, expected)]
+        for mine, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+@few
+@given(layouts(), st.booleans(), st.sampled_from([8, 16]))
+def test_rows_may_lie_anywhere_and_others_are_not_read(chunks, overlap, tile):
+    values, gate, bias = operands(chunks, "gate+bias", overlap)
+    spans, plan = Spans.of(chunks, overlap=overlap), plan_tiles(chunks, tile, "best_fit")
+    packed = [plan.pack(x).rows for x in (values, gate)]
+    for x in packed:
+        x[plan.segment_ids < 0] = torch.nan
+    inputs = [x.requires_grad_() for x in (values, gate, *packed)]
+    expected = pool(values, spans, gate=gate, slot_bias=bias)
+    found = pool(
+        packed[0], spans, gate=packed[1], slot_bias=bias, rows=plan.row_of_token, impl="reference"
+    )
+    assert torch.equal(found, expected)
+    if chunks.is_closed.any():
+        grads = torch.autograd.grad(found.square().sum(), packed)
+        theirs = torch.autograd.grad(expected.square().sum(), inputs[:2])
+        for mine, other in zip(grads, theirs, strict=True):
+            assert torch.equal(mine, plan.pack(other).rows)
 
 
 def test_gate_and_bias_broadcast():
@@ -218,6 +277,11 @@ def test_case_22_nothing_to_pool():
         ({"gate": torch.zeros(6, 4)}, r"gate: .*broadcasts to \[7, 4\]"),
         ({"slot_bias": torch.zeros(0, 4)}, "slot_bias: .*S >= 1"),
         ({"slot_bias": torch.zeros(3, 5)}, "slot_bias: .*broadcasts"),
+        ({"norm": torch.zeros(4)}, r"norm: .*\[D\] with D = 2"),
+        ({"rope": (torch.zeros(4, 2), torch.zeros(4, 2))}, "rope: expected at most 1 pairs"),
+        ({"rope": (torch.zeros(3, 1), torch.zeros(4, 1))}, "rope .cosines.: .*N = 4"),
+        ({"rows": torch.zeros(7)}, "rows: expected an int32 or int64 tensor"),
+        ({"impl": "triton"}, "impl: expected 'reference' for tensors on 'cpu'"),
         ({"impl": "fast"}, "impl: expected one of None, 'reference'"),
     ],
 )

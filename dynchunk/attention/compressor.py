@@ -69,11 +69,13 @@ class Compressor(nn.Module):
         entries = []
         for view, spans in enumerate(layout.spans):
             part = slice(view * heads, (view + 1) * heads)
-            pooled = pool(
+            entry = pool(
                 values[:, part],
                 spans,
                 gate=None if gate is None else gate[:, part],
                 slot_bias=None if self.slot_bias is None else self.slot_bias[:, part],
+                norm=None if self.norm is None else self.norm.weight,
+                eps=EPS,
             )
-            entries.append(pooled if self.norm is None else self.norm(pooled))
+            entries.append(entry)
         return entries

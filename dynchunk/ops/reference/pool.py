@@ -14,14 +14,24 @@ def pool(
     values: Tensor,
     gate: Tensor | None,
     slot_bias: Tensor | None,
+    norm: Tensor | None,
     before: Tensor | None,
     starts: Tensor,
     ends: Tensor,
+    rows: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
 ) -> Tensor:
     """Return the entries [N, H, D]."""
-    rows = _rows(before, starts, ends)
-    weights, read = _weights(rows, values, gate, slot_bias)
-    return _sum(weights * read, rows).to(values.dtype)
+    pooled = _rows(before, starts, ends, rows)
+    weights, read = _weights(pooled, values, gate, slot_bias, norm)
+    entries = _sum(weights * read, pooled)
+    if norm is not None:
+        entries = entries * _inverse_rms(entries, eps) * norm
+    if cos is not None and sin is not None:
+        entries = _turn(entries, cos, sin)
+    return entries.to(values.dtype)
 
 
 def pool_backward(
@@ -30,21 +40,63 @@ def pool_backward(
     values: Tensor,
     gate: Tensor | None,
     slot_bias: Tensor | None,
+    norm: Tensor | None,
     before: Tensor | None,
     starts: Tensor,
     ends: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of values, gate and slot_bias."""
-    rows = _rows(before, starts, ends)
-    weights, read = _weights(rows, values, gate, slot_bias)
-    grad_read = weights * grad.to(weights.dtype)[rows.entry]
-    grad_logits = grad_read * (read - entries.to(weights.dtype)[rows.entry])
+    rows: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of values, gate, slot_bias and norm."""
+    pooled = _rows(before, starts, ends, rows)
+    weights, read = _weights(pooled, values, gate, slot_bias, norm)
+    mean = _sum(weights * read, pooled)
+    grad, d_norm = grad.to(weights.dtype), grad.new_empty(0)
+    if cos is not None and sin is not None:
+        grad = _turn(grad, cos, -sin)
+    if norm is not None:
+        scale = _inverse_rms(mean, eps)
+        d_norm = (grad * mean * scale).sum((0, 1)).to(norm.dtype)
+        grad = grad * norm
+        grad = scale * (grad - mean * scale.square() * (grad * mean).mean(-1, keepdim=True))
+    grad_read = weights * grad[pooled.entry]
+    grad_logits = grad_read * (read - mean[pooled.entry])
     return (
-        _scatter(grad_read, rows.token, rows, values),
-        grad.new_empty(0) if gate is None else _scatter(grad_logits, rows.token, rows, gate),
+        _scatter(grad_read, pooled.token, pooled, values),
+        grad.new_empty(0) if gate is None else _scatter(grad_logits, pooled.token, pooled, gate),
         grad.new_empty(0)
         if slot_bias is None
-        else _scatter(grad_logits, _bias_row(rows, slot_bias), rows, slot_bias),
+        else _scatter(grad_logits, _bias_row(pooled, slot_bias), pooled, slot_bias),
+        d_norm,
+    )
+
+
+def pool_state(
+    values: Tensor,
+    gate: Tensor | None,
+    slot_bias: Tensor | None,
+    starts: Tensor,
+    ends: Tensor,
+    slots: Tensor,
+    highest: Tensor,
+    total: Tensor,
+    weighted: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the states (maximum, sum, weighted sum), each [N, H, D], after more tokens."""
+    pooled = _rows(None, starts, ends, None)
+    pooled = pooled._replace(slot=pooled.slot + slots[pooled.entry])
+    read = _gather(values, pooled.token, pooled).to(weighted.dtype)
+    logits = _logits(pooled, read, gate, slot_bias)
+    new_highest = torch.maximum(highest, _max(logits, pooled))
+    # A chunk of no token yet has no maximum; any finite number serves.
+    base = new_highest.where(new_highest > -torch.inf, 0)
+    old, weights = (highest - base).exp(), (logits - base[pooled.entry]).exp()
+    return (
+        new_highest,
+        total * old + _sum(weights, pooled),
+        weighted * old + _sum(weights * read, pooled),
     )
 
 
@@ -53,13 +105,15 @@ class _Rows(NamedTuple):
 
     lengths: Tensor  #: [N], rows of each entry
     entry: Tensor  #: [R]
-    token: Tensor  #: [R]
+    token: Tensor  #: [R], its row
     slot: Tensor  #: [R], from the start of the token's own chunk
     series: Tensor  #: [R], with overlap 0 for tokens before the entry's chunk and 1 for its own
     n_series: int
 
 
-def _rows(before: Tensor | None, starts: Tensor, ends: Tensor) -> _Rows:
+def _rows(
+    before: Tensor | None, starts: Tensor, ends: Tensor, row_of_token: Tensor | None
+) -> _Rows:
     first = starts if before is None else before
     lengths = ends - first
     entry = torch.repeat_interleave(lengths)
@@ -67,24 +121,48 @@ def _rows(before: Tensor | None, starts: Tensor, ends: Tensor) -> _Rows:
     token = index + (first - (lengths.cumsum(0) - lengths))[entry]
     is_own = token >= starts[entry]
     slot = token - torch.where(is_own, starts[entry], first[entry])
+    if row_of_token is not None:
+        token = row_of_token[token]
     if before is None:
         return _Rows(lengths, entry, token, slot, torch.zeros_like(slot), 1)
     return _Rows(lengths, entry, token, slot, is_own.to(slot.dtype), 2)
 
 
 def _weights(
-    rows: _Rows, values: Tensor, gate: Tensor | None, slot_bias: Tensor | None
+    rows: _Rows,
+    values: Tensor,
+    gate: Tensor | None,
+    slot_bias: Tensor | None,
+    norm: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the softmax weights and the values that they weigh, both [R, H, D]."""
-    read = _gather(values, rows.token, rows).to(wide_dtype(values, gate, slot_bias))
+    read = _gather(values, rows.token, rows).to(wide_dtype(values, gate, slot_bias, norm))
+    logits = _logits(rows, read, gate, slot_bias)
+    weights = (logits - _max(logits, rows)[rows.entry]).exp()
+    return weights / _sum(weights, rows)[rows.entry], read
+
+
+def _logits(rows: _Rows, read: Tensor, gate: Tensor | None, slot_bias: Tensor | None) -> Tensor:
     logits = torch.zeros_like(read)
     if gate is not None:
         logits = logits + _gather(gate, rows.token, rows)
     if slot_bias is not None:
         logits = logits + _gather(slot_bias, _bias_row(rows, slot_bias), rows)
-    highest = torch.segment_reduce(logits, "max", lengths=rows.lengths, axis=0, unsafe=True)
-    weights = (logits - highest[rows.entry]).exp()
-    return weights / _sum(weights, rows)[rows.entry], read
+    return logits
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the last pairs of neighbouring channels of x [N, H, D] by angles [N, P]."""
+    cos, sin = (angles[:, None].to(x.dtype) for angles in (cos, sin))
+    first = x.shape[-1] - 2 * cos.shape[-1]
+    still, turning = x[..., :first], x[..., first:]
+    even, odd = turning[..., 0::2], turning[..., 1::2]
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    return torch.cat([still, turned], -1)
 
 
 def _bias_row(rows: _Rows, slot_bias: Tensor) -> Tensor:
@@ -94,6 +172,10 @@ def _bias_row(rows: _Rows, slot_bias: Tensor) -> Tensor:
 def _sum(x: Tensor, rows: _Rows) -> Tensor:
     """Sum the rows of each entry in their order, so that other entries change no bit of it."""
     return torch.segment_reduce(x, "sum", lengths=rows.lengths, axis=0, unsafe=True)
+
+
+def _max(x: Tensor, rows: _Rows) -> Tensor:
+    return torch.segment_reduce(x, "max", lengths=rows.lengths, axis=0, unsafe=True)
 
 
 def _gather(x: Tensor, index: Tensor, rows: _Rows) -> Tensor:

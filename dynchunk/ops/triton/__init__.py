@@ -1,1 +1,1 @@
-"""Triton kernels as operations. Importing a module of this package imports Triton."""
+"""Operations by Triton kernels: what ``dynchunk_kernels`` launches, registered when first used."""
