@@ -61,8 +61,9 @@ class Readers(NamedTuple):
     one list and the rows of the tile in it, by ascending number of the list.
     """
 
-    at: Tensor  #: int64 [L, R * K]: list * K + position of the last of these rows in the list
-    rows: Tensor  #: int64 [L, R * K]: bit j stands for row j of the tile
+    lists: Tensor  #: int32 [L, R * K], the number of the list
+    last: Tensor  #: int32 [L, R * K], where in the list the last of these rows is
+    rows: Tensor  #: int32 [L, R * K], bit j stands for row j of the tile
     offsets: Tensor  #: int64 [L, tiles + 1]
 
 
@@ -83,7 +84,9 @@ def readers(lists: Lists, n_rows: int) -> Readers:
     key, at = key.sort(dim=-1, stable=True)
     of_rows = (total - before).transpose(0, 1).flatten(1).gather(-1, at)
     tiles = torch.arange(-(-n_rows // TILE) + 1, device=key.device, dtype=key.dtype)
-    return Readers(at, of_rows, torch.searchsorted(key, tiles.expand(len(key), -1).contiguous()))
+    offsets = torch.searchsorted(key, tiles.expand(len(key), -1).contiguous())
+    size = lists.rows.shape[-1]
+    return Readers((at // size).int(), (at % size).int(), of_rows.int(), offsets)
 
 
 class Recent(NamedTuple):

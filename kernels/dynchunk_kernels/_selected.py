@@ -104,10 +104,15 @@ def add_keys(b_s, b_v, b_taint, b_max, b_sum, b_acc):
 
 
 @triton.jit
-def taint(b_v):
-    """Return (values without those that are not finite, NaN for each row that had one, or 0)."""
-    b_zero = b_v.to(tl.float32) * 0.0
-    return tl.where(b_zero == 0.0, b_v, 0.0), tl.sum(b_zero, 1)
+def finite(b_x):
+    """Return rows with zero instead of what is not finite."""
+    return tl.where(b_x.to(tl.float32) * 0.0 == 0.0, b_x, 0.0)
+
+
+@triton.jit
+def taint(b_x):
+    """Return NaN for each row that holds what is not finite, and 0 for the others."""
+    return tl.sum(b_x.to(tl.float32) * 0.0, 1)
 
 
 @triton.jit
@@ -199,7 +204,7 @@ def _add_key_gradients(
     return b_grad_k, b_grad_v, b_grad_bias
 
 
-@triton.jit(do_not_specialize=["N", "S", "K", "n_records", "block"])
+@triton.jit(do_not_specialize=["N", "S", "n_records", "block"])
 def key_gradients_kernel(
     p_q,
     p_k,
@@ -213,7 +218,7 @@ def key_gradients_kernel(
     p_last,
     p_raw_start,
     p_start_of,
-    p_at,
+    p_list,
     p_bits,
     p_offsets,
     p_queries,
@@ -222,7 +227,6 @@ def key_gradients_kernel(
     p_grad_bias,
     N,
     S,
-    K,
     n_records,
     block,
     scale,
@@ -271,16 +275,18 @@ def key_gradients_kernel(
     p_raw_start += g * S
 
     if RECENT:
-        b_first = tl.load(p_first + b_n, mask=m_n, other=S)
-        b_last = tl.load(p_last + g * N + b_n, mask=m_n, other=0)
+        b_col = b_n.to(tl.int32)
+        b_first = tl.load(p_first + b_n, mask=m_n, other=S).to(tl.int32)
         t0 = tl.min(b_first, 0)
-        rows = (tl.maximum(tl.max(b_last, 0) - t0, 0) * R).to(tl.int32)
+        after = tl.max(tl.load(p_last + g * N + b_n, mask=m_n, other=0), 0).to(tl.int32)
+        rows = tl.maximum(after - t0, 0) * R
         for m0 in range(0, rows, BLOCK_M):
             b_m = m0 + tl.arange(0, BLOCK_M)
             m_m = b_m < rows
             b_t = t0 + b_m // R
-            b_raw = tl.load(p_raw_start + b_t, mask=m_m, other=0)
-            m_s = (b_t[:, None] >= b_first[None, :]) & (b_raw[:, None] <= b_n[None, :])
+            b_raw = tl.load(p_raw_start + b_t, mask=m_m, other=0).to(tl.int32)
+            m_s = (b_t[:, None] >= b_first[None, :]) & (b_raw[:, None] <= b_col[None, :])
+            b_t = b_t.to(tl.int64)
             b_grad_k, b_grad_v, b_grad_bias = _add_key_gradients(
                 p_q,
                 p_grad_out,
@@ -304,7 +310,7 @@ def key_gradients_kernel(
 
     if LISTED:
         list_head = h * L // H_KV
-        p_at += list_head * n_records
+        p_list += list_head * n_records
         p_bits += list_head * n_records
         p_offsets += list_head * (tl.cdiv(N, BLOCK_N) + 1)
         b_start = b_n
@@ -315,7 +321,7 @@ def key_gradients_kernel(
             source = n0
             if i == 1:
                 source = tl.load(p_start_of + g * N + n0) // BLOCK_N * BLOCK_N
-            b_bit = b_start - source
+            b_bit = (b_start - source).to(tl.int32)
             m_bit = m_n & (b_bit >= 0) & (b_bit < BLOCK_N)
             b_bit = tl.where(m_bit, b_bit, 0)
             begin = tl.load(p_offsets + source // BLOCK_N)
@@ -327,7 +333,7 @@ def key_gradients_kernel(
                 m_m = b_m < rows
                 b_query = b_m // R
                 b_record = begin + b_query // block
-                b_list = tl.load(p_at + b_record, mask=m_m, other=0) // K
+                b_list = tl.load(p_list + b_record, mask=m_m, other=0).to(tl.int64)
                 b_read = tl.load(p_bits + b_record, mask=m_m, other=0)
                 if ENTRIES:
                     b_t = b_list
@@ -336,8 +342,9 @@ def key_gradients_kernel(
                     m_m &= b_t < tl.load(p_queries + 2 * b_list + 1, mask=m_m, other=0)
                 m_s = ((b_read[:, None] >> b_bit[None, :]) & 1) != 0
                 if RECENT:
-                    b_raw = tl.load(p_raw_start + b_t, mask=m_m, other=0)
-                    m_s &= (b_t[:, None] >= b_first[None, :]) & (b_raw[:, None] > b_n[None, :])
+                    b_raw = tl.load(p_raw_start + b_t, mask=m_m, other=0).to(tl.int32)
+                    m_s &= b_t.to(tl.int32)[:, None] >= b_first[None, :]
+                    m_s &= b_raw[:, None] > b_col[None, :]
                 b_grad_k, b_grad_v, b_grad_bias = _add_key_gradients(
                     p_q,
                     p_grad_out,
@@ -441,8 +448,10 @@ def block(size: int) -> int:
 
 def key_config(arch: int, shape: Shape) -> Config:
     """Choose tiles for the gradients of keys."""
-    rows = 16 if shape.dtype == torch.float32 else 64 if shape.width <= 64 else 32
-    return Config(rows, _lists.TILE, 8 if shape.width > 128 else 4, 2 if shape.width <= 256 else 1)
+    if shape.dtype == torch.float32:
+        return Config(16, _lists.TILE, 4 if shape.width <= 128 else 8, 1)
+    warps = 4 if shape.width <= 64 else 8
+    return Config(32, _lists.TILE, warps, 2 if shape.width <= 256 else 1)
 
 
 def key_gradients(
@@ -460,15 +469,13 @@ def key_gradients(
     recent: _lists.Recent | None = None,
     raw_start: Tensor | None = None,
     readers: _lists.Readers | None = None,
-    list_size: int = 1,
     start_of: Tensor | None = None,
     queries: Tensor | None = None,
     block: int = 1,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of keys, values and bias; of keys alone where they are the values.
 
-    ``recent`` and ``raw_start`` tell who reads a token by position, ``readers`` of lists of
-    ``list_size`` who reads a row by list. ``bounds`` [G, 2]: k and v are entries, and these are
+    ``recent`` and ``raw_start`` tell who reads a token by position, ``readers`` who reads a row by list. ``bounds`` [G, 2]: k and v are entries, and these are
     where each view begins and ends. ``start_of`` [G, T]: what is listed are chunks, and these are
     the first tokens of each token's chunk; ``queries`` [R, 2] says which queries share a list.
     """
@@ -488,7 +495,7 @@ def key_gradients(
         lse if recent is None else recent.last,
         lse if raw_start is None else raw_start,
         lse if start_of is None else start_of,
-        lse if readers is None else readers.at,
+        lse if readers is None else readers.lists,
         lse if readers is None else readers.rows,
         lse if readers is None else readers.offsets,
         lse if queries is None else queries,
@@ -497,8 +504,7 @@ def key_gradients(
         grads[0] if grad_bias is None else grad_bias,
         len(k),
         len(q),
-        list_size,
-        0 if readers is None else readers.at.shape[1],
+        0 if readers is None else readers.lists.shape[1],
         block,
         scale,
         **shape.constants(),
@@ -513,9 +519,9 @@ def key_gradients(
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _FLOATS = ("p_lse", "p_shift", "p_grad_lse", "p_sink", "p_scores", "p_grad_scores")
-_INTS = ("p_rows", "p_count", "p_before")
+_INTS = ("p_rows", "p_count", "p_before", "p_list", "p_last_row", "p_bits")
 _LONGS = (
-    "p_bounds p_first p_last p_raw_start p_start_of p_at p_bits p_offsets p_queries p_own "
+    "p_bounds p_first p_last p_raw_start p_start_of p_offsets p_queries p_own "
     "p_to_token p_run p_n_visible p_pages p_bound p_keys p_indices"
 ).split()
 
@@ -557,15 +563,18 @@ def _type(name: str, dtype: torch.dtype, constants: dict[str, Any]) -> str:
     return "fp32" if name == "scale" else "i32"
 
 
-def shapes(*, views: int = 1) -> Iterator[Shape]:
-    """Yield the shapes to compile for: V4's, grouped and multi-head attention."""
+def shapes() -> Iterator[Shape]:
+    """Yield the shapes to compile for: grouped and multi-head attention, MLA's, V4's.
+
+    Single precision, which has no tensor cores here, fits into registers up to 128 channels.
+    """
     for dtype in (torch.bfloat16, torch.float32):
-        for D in (64, 80, 128, 192, 256):
-            yield Shape(32, 8, views, views, D, D, False, dtype)
-        yield Shape(16, 16, views, views, 128, 128, False, dtype)
-        yield Shape(128, 1, 1, 1, 192, 128, False, dtype)
-        for D in (128, 512):
-            yield Shape(64, 1, 1, 1, D, D, True, dtype)
+        for D in (64, 80, 128):
+            yield Shape(32, 8, 1, 1, D, D, False, dtype)
+    yield Shape(32, 8, 1, 1, 256, 256, False, torch.bfloat16)
+    yield Shape(128, 1, 1, 1, 192, 128, False, torch.bfloat16)
+    for D in (128, 512):
+        yield Shape(64, 1, 1, 1, D, D, True, torch.bfloat16)
 
 
 def key_cases(arch: int, shape: Shape, **options: bool) -> Iterator[Case]:

@@ -245,10 +245,10 @@ def query_config(arch: int, shape: Shape) -> Config:
 
 
 def _config(shape: Shape, rows: int, stages: int) -> Config:
-    rows, warps = min(rows, _selected.block(shape.group)), 8 if shape.width > 128 else 4
     if shape.dtype == torch.float32:
-        return Config(16, 16, warps, 1)
-    return Config(rows, 32, warps, stages)
+        return Config(16, 16, 8 if shape.width > 64 else 4, 1)
+    rows = min(rows, _selected.block(shape.group))
+    return Config(rows, 32, 8 if shape.width > 128 else 4, stages)
 
 
 def attend_selected(
@@ -400,7 +400,6 @@ def attend_selected_backward(
         *rows,
         bounds=cu_entries[:, [0, -1]].contiguous(),
         readers=_lists.readers(lists, len(entry_k)),
-        list_size=lists.rows.shape[2],
     )
     grad_sink = _selected.sink_gradient(sink, lse, shift)
     grads = grad_q, grad_k, grad_v, grad_entry_k, grad_entry_v, grad_bias, grad_sink

@@ -33,6 +33,7 @@ from dynchunk_kernels._selected import (
     begin_softmax,
     dot,
     end_softmax,
+    finite,
     load_rows,
     load_values,
     store_rows,
@@ -152,8 +153,7 @@ def forward_kernel(
         b_v = load_values(p_v, b_n * H_KV + h, m_n, b_k, D_V, BLOCK_V, SHARED)
         m_s = _is_read(p_rows + i_list * K, p_start_of + g * T, K, b_n, m_n, b_own, b_raw, m_row)
         b_s = tl.where(m_s, dot(b_q, tl.trans(b_k)) * scale_log2, float("-inf"))
-        b_v, b_taint = taint(b_v)
-        b_max, b_sum, b_acc = add_keys(b_s, b_v, b_taint, b_max, b_sum, b_acc)
+        b_max, b_sum, b_acc = add_keys(b_s, finite(b_v), taint(b_v), b_max, b_sum, b_acc)
     end_softmax(p_out, p_lse, b_row, m_row, b_max, b_sum, b_acc, D_V, BLOCK_V)
 
 
@@ -228,8 +228,9 @@ def query_gradients_kernel(
         b_v = load_values(p_v, b_n * H_KV + h, m_n, b_k, D_V, BLOCK_V, SHARED)
         m_s = _is_read(p_rows + i_list * K, p_start_of + g * T, K, b_n, m_n, b_own, b_raw, m_row)
         b_s = dot(b_q, tl.trans(b_k)) * scale_log2
-        b_k, _ = taint(b_k)
-        b_grad_q = add_query_gradient(b_s, m_s, b_k, b_v, b_grad, b_lse, b_shift, b_grad_q)
+        b_grad_q = add_query_gradient(
+            b_s, m_s, finite(b_k), b_v, b_grad, b_lse, b_shift, b_grad_q
+        )
     store_rows(p_grad_q, b_row, m_row, b_grad_q * scale, D, BLOCK_D)
 
 
@@ -244,11 +245,10 @@ def query_config(arch: int, shape: Shape, block: int) -> Config:
 
 
 def _config(arch: int, shape: Shape, block: int, stages: int) -> Config:
-    rows, warps = 64 if shape.width <= 256 else 32, 8 if shape.width > 128 else 4
-    rows = min(rows, _selected.block(block * shape.group))
     if shape.dtype == torch.float32:
-        return Config(16, 16, warps, 1)
-    return Config(rows, 32, warps, stages)
+        return Config(16, 16, 8 if shape.width > 64 else 4, 1)
+    rows = min(64 if shape.width <= 256 else 32, _selected.block(block * shape.group))
+    return Config(rows, 32, 8 if shape.width > 128 else 4, stages)
 
 
 class _Layout(NamedTuple):
@@ -474,7 +474,6 @@ def attend_selected_chunks_backward(
         recent=_lists.recent(cu_seqlens_q, cu_seqlens_k, of.raw_start, len(k)),
         raw_start=of.raw_start,
         readers=_lists.readers(of.lists, len(k)),
-        list_size=of.lists.rows.shape[2],
         start_of=of.start_of,
         queries=of.queries,
         block=block,

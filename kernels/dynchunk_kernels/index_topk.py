@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from dynchunk_kernels import _lists, _selected
-from dynchunk_kernels._selected import arch_of, dot, load_rows, narrow, store_rows, taint
+from dynchunk_kernels._selected import arch_of, dot, finite, load_rows, narrow, store_rows
 from dynchunk_kernels.offline import ARCHS, Case
 
 NOTHING = tl.constexpr(-(2**63 - 1))  # below the key of any entry
@@ -184,7 +184,8 @@ def key_gradients_kernel(
     p_q,
     p_k,
     p_weights,
-    p_at,
+    p_list,
+    p_last_row,
     p_offsets,
     p_rows,
     p_grad_scores,
@@ -207,10 +208,9 @@ def key_gradients_kernel(
     b_k = load_rows(p_k, b_n, m_n, D, BLOCK_D)
     b_grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for i in range(tl.load(p_offsets + i_tile), tl.load(p_offsets + i_tile + 1)):
-        at = tl.load(p_at + i)
-        t, last = at // K, at % K
-        # The query's entries in this tile are neighbours in its sorted list, up to ``last``.
-        b_at = last - BLOCK_N + 1 + tl.arange(0, BLOCK_N)
+        t = tl.load(p_list + i).to(tl.int64)
+        # The query's entries in this tile are neighbours in its sorted list, up to this one.
+        b_at = tl.load(p_last_row + i) + 1 - BLOCK_N + tl.arange(0, BLOCK_N)
         b_row = tl.load(p_rows + t * K + b_at, mask=b_at >= 0, other=-1)
         b_score = tl.load(p_grad_scores + t * K + b_at, mask=b_at >= 0, other=0.0) * scale
         m_same = b_row[:, None] == b_n[None, :]
@@ -220,8 +220,7 @@ def key_gradients_kernel(
         b_weights = tl.load(p_weights + t * H + b_h, mask=m_h, other=0.0).to(tl.float32)
         m_s = (dot(b_q, tl.trans(b_k)) > 0) & m_read[None, :]
         b_ds = tl.where(m_s, b_weights[:, None] * b_grad[None, :], 0.0)
-        b_q, _ = taint(b_q)
-        b_grad_k += dot(tl.trans(narrow(b_ds, b_q.dtype)), b_q)
+        b_grad_k += dot(tl.trans(narrow(b_ds, b_q.dtype)), finite(b_q))
     store_rows(p_grad_k, b_n, m_n, b_grad_k, D, BLOCK_D)
 
 
@@ -260,8 +259,13 @@ def topk_config(arch: int, shape: Shape, topk: int) -> TopKConfig:
     least = 16 if triton.knobs.runtime.interpret else 64  # the interpreter is slow at sorting
     kept = min(max(triton.next_power_of_2(topk), least), _MAX_KEPT)
     if shape.dtype == torch.float32:
-        return TopKConfig(kept, 16, 4, 1)
-    return TopKConfig(kept, min(kept, 64), 4, 2)
+        return TopKConfig(kept, 16, 8, 1)
+    return TopKConfig(kept, min(kept, 64), 8, 2)
+
+
+def merge_config(config: TopKConfig) -> TopKConfig:
+    """Choose how the search's results are merged."""
+    return config._replace(num_warps=4, num_stages=1)
 
 
 def gradient_config(arch: int, shape: Shape) -> GradientConfig:
@@ -337,6 +341,8 @@ def _topk(
         blocks = triton.cdiv(pages.shape[2] * page, config.BLOCK_K)
         span = config.BLOCK_K * max(triton.cdiv(blocks, _MAX_SPLITS), 1)
         spans = max(triton.cdiv(pages.shape[2] * page, span), 1)
+    merging = merge_config(config)._asdict()
+    del merging["BLOCK_N"]
     keys = torch.empty(n, spans, config.BLOCK_K, dtype=torch.int64, device=q.device)
     bound = torch.empty(n, dtype=torch.int64, device=q.device)
     for i in range(triton.cdiv(topk, config.BLOCK_K)):
@@ -358,7 +364,7 @@ def _topk(
             **config._asdict(),
         )
         wrap_triton(merge_kernel)[(n,)](
-            keys, bound, scores, indices, spans, i, topk, BLOCK_K=config.BLOCK_K, num_warps=4
+            keys, bound, scores, indices, spans, i, topk, **merging
         )
     return scores, indices
 
@@ -411,7 +417,8 @@ def index_topk_backward(
         q,
         k,
         weights,
-        readers.at,
+        readers.lists,
+        readers.last,
         readers.offsets,
         rows,
         grad_scores.gather(-1, order),
@@ -427,20 +434,16 @@ def index_topk_backward(
 
 def cases() -> Iterator[Case]:
     """Yield the configurations of the kernels, for the check of their machine code."""
-    shapes = [
-        Shape(H, D, dtype)
-        for dtype in (torch.bfloat16, torch.float32)
-        for H, D in ((4, 64), (64, 128), (32, 80), (128, 128))
-    ]
+    v4 = Shape(64, 128, torch.bfloat16)
     for arch in ARCHS:
-        for shape in shapes:
-            for topk in (16, 512, 1024):
-                config = topk_config(arch, shape, topk)
-                for page in (0, 64):
-                    yield _selected.case(best_kernel, arch, shape, config, PAGE=page)
+        for shape in (v4, v4._replace(dtype=torch.float32), Shape(4, 64, torch.bfloat16)):
+            for page in (0, 64):
+                config = topk_config(arch, shape, 512)
+                yield _selected.case(best_kernel, arch, shape, config, PAGE=page)
             config = gradient_config(arch, shape)
             yield _selected.case(query_gradients_kernel, arch, shape, config)
             yield _selected.case(key_gradients_kernel, arch, shape, config)
-        for kept in (64, 512, 1024):
-            config = TopKConfig(kept, 64, 4, 2)
-            yield _selected.case(merge_kernel, arch, shapes[0], config, is_matmul=False)
+        for topk in (16, 1024):
+            yield _selected.case(best_kernel, arch, v4, topk_config(arch, v4, topk), PAGE=0)
+            config = merge_config(topk_config(arch, v4, topk))
+            yield _selected.case(merge_kernel, arch, v4, config, is_matmul=False)
