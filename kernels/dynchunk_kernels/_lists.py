@@ -35,7 +35,7 @@ class Lists(NamedTuple):
 
     rows: Tensor  #: int32 [R, L, K], ascending, a row that is there twice stays twice; NONE last
     is_first: Tensor  #: bool [R, L, K]: a row, and not the same as the one before
-    count: Tensor  #: int32 [R, L], rows before the first NONE
+    lengths: Tensor  #: int32 [R, L], rows before the first NONE
 
     @property
     def once(self) -> Tensor:
@@ -49,9 +49,9 @@ def as_sets(rows: Tensor, is_row: Tensor) -> Lists:
         rows, is_row = (torch.nn.functional.pad(x, (0, 1)) for x in (rows, is_row))
     rows = rows.where(is_row, NONE).int().contiguous().sort(-1).values
     is_first = rows < NONE
-    count = is_first.sum(-1, dtype=torch.int32)
+    lengths = is_first.sum(-1, dtype=torch.int32)
     is_first[..., 1:] &= rows[..., 1:] != rows[..., :-1]
-    return Lists(rows, is_first, count)
+    return Lists(rows, is_first, lengths)
 
 
 class Readers(NamedTuple):
@@ -105,5 +105,7 @@ def recent(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, raw_start: Tensor, n_toke
     last = token.new_zeros(len(raw_start), n_tokens)
     if raw_start.shape[1]:
         earliest = raw_start.long().flip(-1).cummin(-1).values.flip(-1)
-        last = torch.searchsorted(earliest.contiguous(), token.expand_as(last).contiguous(), right=True)
+        last = torch.searchsorted(
+            earliest.contiguous(), token.expand_as(last).contiguous(), right=True
+        )
     return Recent(first, last)

@@ -53,11 +53,7 @@ def load_values(
     p_v, b_row, m_row, b_k, D_V: tl.constexpr, BLOCK_V: tl.constexpr, SHARED: tl.constexpr
 ):
     """Load values, which are the keys where ``SHARED``."""
-    if SHARED:
-        b_v = b_k
-    else:
-        b_v = load_rows(p_v, b_row, m_row, D_V, BLOCK_V)
-    return b_v
+    return b_k if SHARED else load_rows(p_v, b_row, m_row, D_V, BLOCK_V)
 
 
 @triton.jit
@@ -475,9 +471,10 @@ def key_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of keys, values and bias; of keys alone where they are the values.
 
-    ``recent`` and ``raw_start`` tell who reads a token by position, ``readers`` who reads a row by list. ``bounds`` [G, 2]: k and v are entries, and these are
-    where each view begins and ends. ``start_of`` [G, T]: what is listed are chunks, and these are
-    the first tokens of each token's chunk; ``queries`` [R, 2] says which queries share a list.
+    ``recent`` and ``raw_start`` tell who reads a token by position, ``readers`` who reads a row by
+    list. ``bounds`` [G, 2]: k and v are entries, and this is where each view begins and ends.
+    ``start_of`` [G, T]: chunks are listed, and this is the first token of each token's chunk;
+    ``queries`` [R, 2] then says which queries share a list, ``block`` of them at most.
     """
     grads = torch.empty_like(k), None if v is None else torch.empty_like(v)
     grad_bias = None if bias is None else torch.empty_like(bias)

@@ -216,9 +216,7 @@ def query_gradients_kernel(
             BLOCK_V,
         )
         b_s = dot(b_q, tl.trans(b_k)) * scale_log2 + b_bias[None, :]
-        b_grad_q = add_query_gradient(
-            b_s, m_n[None, :], b_k, b_v, b_grad, b_lse, b_shift, b_grad_q
-        )
+        b_grad_q = add_query_gradient(b_s, m_n[None, :], b_k, b_v, b_grad, b_lse, b_shift, b_grad_q)
 
     after = tl.load(p_own + t) + 1
     for n0 in range(tl.load(p_raw_start + h // PER_VIEW * S + t), after, BLOCK_N):
@@ -227,9 +225,7 @@ def query_gradients_kernel(
         b_k = load_rows(p_k, b_n * H_KV + h, m_n, D, BLOCK_D)
         b_v = load_values(p_v, b_n * H_KV + h, m_n, b_k, D_V, BLOCK_V, SHARED)
         b_s = dot(b_q, tl.trans(b_k)) * scale_log2
-        b_grad_q = add_query_gradient(
-            b_s, m_n[None, :], b_k, b_v, b_grad, b_lse, b_shift, b_grad_q
-        )
+        b_grad_q = add_query_gradient(b_s, m_n[None, :], b_k, b_v, b_grad, b_lse, b_shift, b_grad_q)
     store_rows(p_grad_q, b_head, m_r, b_grad_q * scale, D, BLOCK_D)
 
 
@@ -304,7 +300,7 @@ def attend_selected(
         q if bias is None else bias,
         q if sink is None else sink,
         lists.once,
-        lists.count,
+        lists.lengths,
         own,
         raw_start,
         out,
@@ -366,7 +362,7 @@ def attend_selected_backward(
         entry_k if entry_v is None else entry_v,
         q if bias is None else bias,
         lists.once,
-        lists.count,
+        lists.lengths,
         own,
         raw_start,
         out,

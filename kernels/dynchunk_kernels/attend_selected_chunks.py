@@ -2,8 +2,8 @@
 
 Chunks have unequal sizes, tiles do not: a program takes the tokens of its listed chunks one after
 another, so that a tile holds the end of one chunk, some whole ones and the start of another, and
-only the last tile of a list is not full. Slot s of a list holds the token ``s + to_token[c]`` of its
-chunk c, the last with ``before[c] <= s``: a binary search in a list of sums.
+only the last tile of a list is not full. Slot s of a list holds the token ``s + to_token[c]`` of
+its chunk c, the last with ``before[c] <= s``: a binary search in a list of sums.
 
 The listed tokens that all queries of a block read for being listed come first, without a mask for
 each query. What follows is one run of tokens, from the first that a query of the block reads as
@@ -58,7 +58,9 @@ def _last_at_most(p_sorted, K, b_x):
 
 
 @triton.jit
-def _rows(i_list, p_queries, block, h, i_m, R: tl.constexpr, BLOCK_M: tl.constexpr, H: tl.constexpr):
+def _rows(
+    i_list, p_queries, block, h, i_m, R: tl.constexpr, BLOCK_M: tl.constexpr, H: tl.constexpr
+):
     """Return (queries, rows of queries times heads, which there are, heads) of a tile."""
     b_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     b_t = tl.load(p_queries + 2 * i_list) + b_m // R
@@ -123,9 +125,7 @@ def forward_kernel(
     R: tl.constexpr = H // H_KV
     i_list, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g = h // (H_KV // G)
-    b_t, b_row, m_row, b_head = _rows(
-        i_list, p_queries, block, h, tl.program_id(2), R, BLOCK_M, H
-    )
+    b_t, b_row, m_row, b_head = _rows(i_list, p_queries, block, h, tl.program_id(2), R, BLOCK_M, H)
     b_q = load_rows(p_q, b_row, m_row, D, BLOCK_D)
     b_max, b_sum = begin_softmax(p_sink, b_head, m_row, BLOCK_M, HAS_SINK)
     b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -214,9 +214,7 @@ def query_gradients_kernel(
         b_k = load_rows(p_k, b_n * H_KV + h, m_n, D, BLOCK_D)
         b_v = load_values(p_v, b_n * H_KV + h, m_n, b_k, D_V, BLOCK_V, SHARED)
         b_s = dot(b_q, tl.trans(b_k)) * scale_log2
-        b_grad_q = add_query_gradient(
-            b_s, m_n[None, :], b_k, b_v, b_grad, b_lse, b_shift, b_grad_q
-        )
+        b_grad_q = add_query_gradient(b_s, m_n[None, :], b_k, b_v, b_grad, b_lse, b_shift, b_grad_q)
 
     b_own = tl.load(p_own + b_t, mask=m_row, other=-1)
     b_raw = tl.load(p_raw_start + g * S + b_t, mask=m_row, other=0)
@@ -228,9 +226,7 @@ def query_gradients_kernel(
         b_v = load_values(p_v, b_n * H_KV + h, m_n, b_k, D_V, BLOCK_V, SHARED)
         m_s = _is_read(p_rows + i_list * K, p_start_of + g * T, K, b_n, m_n, b_own, b_raw, m_row)
         b_s = dot(b_q, tl.trans(b_k)) * scale_log2
-        b_grad_q = add_query_gradient(
-            b_s, m_s, finite(b_k), b_v, b_grad, b_lse, b_shift, b_grad_q
-        )
+        b_grad_q = add_query_gradient(b_s, m_s, finite(b_k), b_v, b_grad, b_lse, b_shift, b_grad_q)
     store_rows(p_grad_q, b_row, m_row, b_grad_q * scale, D, BLOCK_D)
 
 
@@ -275,9 +271,7 @@ def _layout(
     block: int,
 ) -> _Layout:
     raw_start = raw_start.contiguous()
-    own = _lists.own_rows(
-        cu_seqlens_q, cu_seqlens_k, _lists.ids(cu_seqlens_q, raw_start.shape[1])
-    )
+    own = _lists.own_rows(cu_seqlens_q, cu_seqlens_k, _lists.ids(cu_seqlens_q, raw_start.shape[1]))
     queries, sequence = _blocks(cu_seqlens_q, len(indices), block)
     first, last = _spans(cu_seqlens_k, cu_chunks, starts)
     start_of, end_of = _chunks_of_tokens(first, last, cu_chunks, len(k))
@@ -301,9 +295,7 @@ def _layout(
     total = length.cumsum(-1)
     before = total - length
     run = torch.stack([total[..., -1], run_begin, run_end], -1)
-    return _Layout(
-        queries, own, raw_start, start_of, lists, before.int(), lists.rows - before, run
-    )
+    return _Layout(queries, own, raw_start, start_of, lists, before.int(), lists.rows - before, run)
 
 
 def _blocks(cu_seqlens_q: Tensor, n_blocks: int, block: int) -> tuple[Tensor, Tensor]:
@@ -326,7 +318,7 @@ def _spans(cu_seqlens_k: Tensor, cu_chunks: Tensor, starts: Tensor) -> tuple[Ten
     is_last = part != part.roll(-1)
     is_last[-1:] = True
     last = first.roll(-1).where(~is_last, end)
-    return tuple(torch.nn.functional.pad(x, (0, 1)) for x in (first, last))
+    return torch.nn.functional.pad(first, (0, 1)), torch.nn.functional.pad(last, (0, 1))
 
 
 def _chunks_of_tokens(
@@ -372,9 +364,7 @@ def attend_selected_chunks(
     """
     dtype = q.dtype
     q, k, v = _selected.alike(q, k, v)
-    of = _layout(
-        k, cu_seqlens_q, cu_seqlens_k, cu_chunks, starts, raw_start, indices, block
-    )
+    of = _layout(k, cu_seqlens_q, cu_seqlens_k, cu_chunks, starts, raw_start, indices, block)
     shape = Shape.of(q, k, v, len(cu_chunks), of.lists.rows.shape[1])
     config = forward_config(arch_of(q), shape, block)
     out = q.new_empty(*q.shape[:2], shape.D_V, dtype=dtype)
@@ -429,9 +419,7 @@ def attend_selected_chunks_backward(
     q, k, v = _selected.alike(q, k, v)
     grad_out, out = grad_out.to(q.dtype).contiguous(), out.contiguous()
     grad_lse, lse = grad_lse.contiguous(), lse.contiguous()
-    of = _layout(
-        k, cu_seqlens_q, cu_seqlens_k, cu_chunks, starts, raw_start, indices, block
-    )
+    of = _layout(k, cu_seqlens_q, cu_seqlens_k, cu_chunks, starts, raw_start, indices, block)
     shape = Shape.of(q, k, v, len(cu_chunks), of.lists.rows.shape[1])
     config = query_config(arch_of(q), shape, block)
     grad_q, shift = torch.empty_like(q), torch.empty_like(lse)

@@ -363,9 +363,7 @@ def _topk(
             **shape.constants(),
             **config._asdict(),
         )
-        wrap_triton(merge_kernel)[(n,)](
-            keys, bound, scores, indices, spans, i, topk, **merging
-        )
+        wrap_triton(merge_kernel)[(n,)](keys, bound, scores, indices, spans, i, topk, **merging)
     return scores, indices
 
 
@@ -386,7 +384,7 @@ def index_topk_backward(
     """Return the gradients of q, k and weights; integers have none."""
     if topk == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(weights)
-    given = q, k, weights
+    dtypes = q.dtype, k.dtype
     q, k = _selected.alike(q, k)
     weights, grad_scores = weights.contiguous(), grad_scores.float().contiguous()
     first = cu_entries[0][_lists.ids(cu_seqlens_q, len(q))]
@@ -428,8 +426,7 @@ def index_topk_backward(
         scale,
         **options,
     )
-    grads = grad_q, grad_k, grad_weights
-    return tuple(grad.to(x.dtype) for grad, x in zip(grads, given, strict=True))
+    return grad_q.to(dtypes[0]), grad_k.to(dtypes[1]), grad_weights
 
 
 def cases() -> Iterator[Case]:
@@ -440,9 +437,9 @@ def cases() -> Iterator[Case]:
             for page in (0, 64):
                 config = topk_config(arch, shape, 512)
                 yield _selected.case(best_kernel, arch, shape, config, PAGE=page)
-            config = gradient_config(arch, shape)
-            yield _selected.case(query_gradients_kernel, arch, shape, config)
-            yield _selected.case(key_gradients_kernel, arch, shape, config)
+            tiles = gradient_config(arch, shape)
+            yield _selected.case(query_gradients_kernel, arch, shape, tiles)
+            yield _selected.case(key_gradients_kernel, arch, shape, tiles)
         for topk in (16, 1024):
             yield _selected.case(best_kernel, arch, v4, topk_config(arch, v4, topk), PAGE=0)
             config = merge_config(topk_config(arch, v4, topk))

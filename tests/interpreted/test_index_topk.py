@@ -179,9 +179,7 @@ def test_case_13_decode_is_index_topk_wherever_pages_lie(topk, page_size):
     chunks = random_layout([0, 33, 33, 70], mean=2)
     at = torch.tensor([0, 5, 32, 68, 69])
     _, (q, k, weights, reads) = paged(chunks, at, page_size)
-    late = reads._replace(
-        cu_seqlens_q=torch.tensor([0, 3, 3, 5]), n_visible=reads.n_visible[:, at]
-    )
+    late = reads._replace(cu_seqlens_q=torch.tensor([0, 3, 3, 5]), n_visible=reads.n_visible[:, at])
     whole = index_topk(q[at], k, weights[at], late, topk, impl="triton")
     for seed in (0, 1):
         new, _ = paged(chunks, at, page_size, seed)
