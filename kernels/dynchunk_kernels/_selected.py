@@ -313,10 +313,11 @@ def key_gradients_kernel(
         if not ENTRIES:
             b_start = tl.load(p_start_of + g * N + b_n, mask=m_n, other=0)
         # Chunks that start in this tile; then the one that began in a tile before, if any did.
-        for i in tl.static_range(1 if ENTRIES else 2):
+        for i in range(1 if ENTRIES else 2):
             source = n0
-            if i == 1:
-                source = tl.load(p_start_of + g * N + n0) // BLOCK_N * BLOCK_N
+            if not ENTRIES:
+                began = tl.load(p_start_of + g * N + n0) // BLOCK_N * BLOCK_N
+                source = tl.where(i == 0, n0, began)
             b_bit = (b_start - source).to(tl.int32)
             m_bit = m_n & (b_bit >= 0) & (b_bit < BLOCK_N)
             b_bit = tl.where(m_bit, b_bit, 0)
@@ -442,12 +443,13 @@ def block(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def key_config(arch: int, shape: Shape) -> Config:
-    """Choose tiles for the gradients of keys."""
+def key_config(arch: int, shape: Shape, *, two_loops: bool) -> Config:
+    """Choose tiles for the gradients of keys, read by position and by list or only by one."""
     if shape.dtype == torch.float32:
-        return Config(16, _lists.TILE, 4 if shape.width <= 128 else 8, 1)
-    warps = 4 if shape.width <= 64 else 8
-    return Config(32, _lists.TILE, warps, 2 if shape.width <= 256 else 1)
+        return Config(16, _lists.TILE, 4 if shape.width <= 64 else 8, 1)
+    rows = 16 if two_loops and shape.width > 256 else 32
+    stages = 3 if shape.width <= 128 else 2 if shape.width <= 256 else 1
+    return Config(rows, _lists.TILE, 4 if shape.width <= 64 else 8, stages)
 
 
 def key_gradients(
@@ -478,7 +480,8 @@ def key_gradients(
     """
     grads = torch.empty_like(k), None if v is None else torch.empty_like(v)
     grad_bias = None if bias is None else torch.empty_like(bias)
-    config = key_config(arch_of(q), shape)
+    two_loops = recent is not None and readers is not None
+    config = key_config(arch_of(q), shape, two_loops=two_loops)
     wrap_triton(key_gradients_kernel)[(triton.cdiv(len(k), config.BLOCK_N), shape.H_KV)](
         q,
         k,
@@ -577,4 +580,5 @@ def shapes() -> Iterator[Shape]:
 def key_cases(arch: int, shape: Shape, **options: bool) -> Iterator[Case]:
     """Yield the gradients of keys."""
     flags = dict.fromkeys(("HAS_BIAS", "ENTRIES", "RECENT", "LISTED"), False) | options
-    yield case(key_gradients_kernel, arch, shape, key_config(arch, shape), **flags)
+    config = key_config(arch, shape, two_loops=flags["RECENT"] and flags["LISTED"])
+    yield case(key_gradients_kernel, arch, shape, config, **flags)
