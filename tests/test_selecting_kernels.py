@@ -30,7 +30,7 @@ def kernels():
                 yield pytest.param(function, id=f"{name}-{kernel}")
 
 
-@pytest.mark.parametrize("kernel", kernels())
+@pytest.mark.parametrize("kernel", list(kernels()))
 def test_case_37_lengths_are_compiled_for_no_value(kernel):
     """One compilation serves T = 63, 64 and 1000: sizes of inputs are never specialised."""
     sizes = [p for p in kernel.params if not p.is_constexpr and not p.name.startswith("p_")]
@@ -41,7 +41,7 @@ def test_case_37_lengths_are_compiled_for_no_value(kernel):
     assert {x for x in constants if not x.startswith("BLOCK_")} <= heads | options
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", list(cases()))
 def test_kernels_use_tensor_cores_and_spill_nothing(case):
     from dynchunk_kernels.offline import compile_case
 
