@@ -430,6 +430,11 @@ class Shape(NamedTuple):
         return sizes | {"BLOCK_D": block(self.D), "BLOCK_V": block(self.D_V)}
 
 
+def dense(x: Tensor | None, spare: Tensor) -> Tensor:
+    """Return what a kernel is given for an operand that may be None: then any tensor, not read."""
+    return spare if x is None else x.contiguous()
+
+
 def alike(q: Tensor, *others: Tensor | None) -> Any:
     """Return operands in one dtype and dense; None stays None."""
     dtype = q.dtype
@@ -485,23 +490,23 @@ def key_gradients(
     wrap_triton(key_gradients_kernel)[(triton.cdiv(len(k), config.BLOCK_N), shape.H_KV)](
         q,
         k,
-        k if v is None else v,
-        q if bias is None else bias,
+        dense(v, k),
+        dense(bias, q),
         grad_out,
         lse,
         shift,
-        lse if bounds is None else bounds,
+        dense(bounds, lse),
         lse if recent is None else recent.first,
         lse if recent is None else recent.last,
-        lse if raw_start is None else raw_start,
-        lse if start_of is None else start_of,
+        dense(raw_start, lse),
+        dense(start_of, lse),
         lse if readers is None else readers.lists,
         lse if readers is None else readers.rows,
         lse if readers is None else readers.offsets,
-        lse if queries is None else queries,
+        dense(queries, lse),
         grads[0],
-        grads[0] if grads[1] is None else grads[1],
-        grads[0] if grad_bias is None else grad_bias,
+        dense(grads[1], grads[0]),
+        dense(grad_bias, grads[0]),
         len(k),
         len(q),
         0 if readers is None else readers.lists.shape[1],

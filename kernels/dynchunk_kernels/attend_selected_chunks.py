@@ -31,6 +31,7 @@ from dynchunk_kernels._selected import (
     arch_of,
     begin_gradient,
     begin_softmax,
+    dense,
     dot,
     end_softmax,
     finite,
@@ -372,8 +373,8 @@ def attend_selected_chunks(
     wrap_triton(forward_kernel)[_grid(indices, shape, config, block)](
         q,
         k,
-        k if v is None else v,
-        q if sink is None else sink,
+        dense(v, k),
+        dense(sink, q),
         of.queries,
         of.own,
         of.raw_start,
@@ -426,7 +427,7 @@ def attend_selected_chunks_backward(
     wrap_triton(query_gradients_kernel)[_grid(indices, shape, config, block)](
         q,
         k,
-        k if v is None else v,
+        dense(v, k),
         of.queries,
         of.own,
         of.raw_start,
