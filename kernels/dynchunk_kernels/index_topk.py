@@ -154,9 +154,9 @@ def query_gradients_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Gradients of a query and of its weights."""
+    """Gradients of a tile of the heads of a query and of their weights."""
     t = tl.program_id(0).to(tl.int64)
-    b_h = tl.arange(0, BLOCK_H)
+    b_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     m_h = b_h < H
     b_q = load_rows(p_q, t * H + b_h, m_h, D, BLOCK_D)
     b_weights = tl.load(p_weights + t * H + b_h, mask=m_h, other=0.0).to(tl.float32)
@@ -203,8 +203,6 @@ def key_gradients_kernel(
     i_tile = tl.program_id(0).to(tl.int64)
     b_n = i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = b_n < N
-    b_h = tl.arange(0, BLOCK_H)
-    m_h = b_h < H
     b_k = load_rows(p_k, b_n, m_n, D, BLOCK_D)
     b_grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for i in range(tl.load(p_offsets + i_tile), tl.load(p_offsets + i_tile + 1)):
@@ -216,11 +214,14 @@ def key_gradients_kernel(
         m_same = b_row[:, None] == b_n[None, :]
         b_grad = tl.sum(tl.where(m_same, b_score[:, None], 0.0), 0)
         m_read = tl.max(m_same.to(tl.int32), 0) > 0
-        b_q = load_rows(p_q, t * H + b_h, m_h, D, BLOCK_D)
-        b_weights = tl.load(p_weights + t * H + b_h, mask=m_h, other=0.0).to(tl.float32)
-        m_s = (dot(b_q, tl.trans(b_k)) > 0) & m_read[None, :]
-        b_ds = tl.where(m_s, b_weights[:, None] * b_grad[None, :], 0.0)
-        b_grad_k += dot(tl.trans(narrow(b_ds, b_q.dtype)), finite(b_q))
+        for h0 in range(0, H, BLOCK_H):
+            b_h = h0 + tl.arange(0, BLOCK_H)
+            m_h = b_h < H
+            b_q = load_rows(p_q, t * H + b_h, m_h, D, BLOCK_D)
+            b_weights = tl.load(p_weights + t * H + b_h, mask=m_h, other=0.0).to(tl.float32)
+            m_s = (dot(b_q, tl.trans(b_k)) > 0) & m_read[None, :]
+            b_ds = tl.where(m_s, b_weights[:, None] * b_grad[None, :], 0.0)
+            b_grad_k += dot(tl.trans(narrow(b_ds, b_q.dtype)), finite(b_q))
     store_rows(p_grad_k, b_n, m_n, b_grad_k, D, BLOCK_D)
 
 
@@ -249,6 +250,7 @@ class TopKConfig(NamedTuple):
 class GradientConfig(NamedTuple):
     """How the gradients are compiled."""
 
+    BLOCK_H: int  #: heads in a tile
     BLOCK_N: int  #: entries in a tile
     num_warps: int
     num_stages: int
@@ -270,7 +272,9 @@ def merge_config(config: TopKConfig) -> TopKConfig:
 
 def gradient_config(arch: int, shape: Shape) -> GradientConfig:
     """Choose tiles for the gradients."""
-    return GradientConfig(_lists.TILE, 4, 1 if shape.dtype == torch.float32 else 2)
+    if shape.dtype == torch.float32:
+        return GradientConfig(16, _lists.TILE, 8, 1)
+    return GradientConfig(min(_selected.block(shape.H), 64), _lists.TILE, 4, 2)
 
 
 def index_topk(
@@ -392,7 +396,7 @@ def index_topk_backward(
     config = gradient_config(arch_of(q), shape)
     options = shape.constants() | config._asdict()
     grad_q, grad_k, grad_weights = (torch.empty_like(x) for x in (q, k, weights))
-    wrap_triton(query_gradients_kernel)[(len(q),)](
+    wrap_triton(query_gradients_kernel)[(len(q), triton.cdiv(shape.H, config.BLOCK_H))](
         q,
         k,
         weights,
