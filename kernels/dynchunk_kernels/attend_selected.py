@@ -232,7 +232,7 @@ def query_gradients_kernel(
 
 def forward_config(arch: int, shape: Shape) -> Config:
     """Choose tiles for the forward."""
-    rows = 64 if shape.width < 512 or arch >= 100 else 32
+    rows = 64 if arch >= (100 if shape.width > 256 else 90) else 32
     return _config(shape, rows, 2)
 
 
