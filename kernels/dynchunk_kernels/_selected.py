@@ -453,7 +453,7 @@ def key_config(arch: int, shape: Shape, *, two_loops: bool) -> Config:
     if shape.dtype == torch.float32:
         return Config(16, _lists.TILE, 4 if shape.width <= 64 else 8, 1)
     rows = 16 if two_loops and shape.width > 256 else 32
-    stages = 3 if shape.width <= 128 else 2 if shape.width <= 256 else 1
+    stages = (3 if arch >= 90 else 2) if shape.width <= 128 else 2 if shape.width <= 256 else 1
     return Config(rows, _lists.TILE, 4 if shape.width <= 64 else 8, stages)
 
 
