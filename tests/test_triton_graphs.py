@@ -6,6 +6,7 @@ would copy before every call.
 
 from unittest.mock import patch
 
+import pytest
 import torch
 import triton
 from torch._functorch.aot_autograd import aot_function
@@ -142,3 +143,67 @@ def test_case_37_one_compile_serves_all_lengths(monkeypatch):
         "pool_state_kernel",
         "slot_bias_kernel",
     ]
+
+
+def integers(*sizes):
+    return [torch.zeros(*size, dtype=torch.int64) for size in sizes]
+
+
+def test_attend_selected():
+    import dynchunk.ops.triton.attend_selected  # noqa: F401
+
+    ops, x = torch.ops.dynchunk, torch.zeros(11, 2, 16)
+    entries, bias, sink, lse = torch.zeros(4, 2, 16), torch.zeros(4, 2), torch.zeros(2), x[..., 0]
+    layout = integers((3,), (3,), (1, 3), (1, 11), (1, 11), (11, 1, 5))
+    arguments = x, x.clone(), x.clone(), entries, entries.clone(), bias, sink, *layout, 0.25
+    assert kernels_in(ops.attend_selected_triton, *arguments) == [("forward_kernel", ["p_lse", "p_out"])]
+    found = kernels_in(ops.attend_selected_triton_backward, x, lse, x, lse, *arguments)
+    assert found == [
+        ("query_gradients_kernel", ["p_grad_q", "p_shift"]),
+        ("key_gradients_kernel", ["p_grad_k", "p_grad_v"]),
+        ("key_gradients_kernel", ["p_grad_bias", "p_grad_k", "p_grad_v"]),
+    ]
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_attend_selected_chunks(block):
+    import dynchunk.ops.triton.attend_selected_chunks  # noqa: F401
+
+    ops, x = torch.ops.dynchunk, torch.zeros(11, 2, 16)
+    layout = integers((3,), (3,), (1, 3), (4,), (1, 11), (6, 1, 5))
+    arguments = x, x.clone(), None, torch.zeros(2), *layout, block, 0.25
+    assert kernels_in(ops.attend_selected_chunks_triton, *arguments) == [("forward_kernel", ["p_lse", "p_out"])]
+    given = x, x[..., 0], x, x[..., 0], *arguments
+    found = kernels_in(ops.attend_selected_chunks_triton_backward, *given)
+    assert found == [
+        ("query_gradients_kernel", ["p_grad_q", "p_shift"]),
+        ("key_gradients_kernel", ["p_grad_k"]),
+    ]
+
+
+BEST = [("best_kernel", ["p_keys"]), ("merge_kernel", ["p_bound", "p_indices", "p_scores"])]
+
+
+def test_index_topk():
+    import dynchunk.ops.triton.index_topk  # noqa: F401
+
+    ops, q, k = torch.ops.dynchunk, torch.zeros(11, 2, 16), torch.zeros(4, 16)
+    weights = torch.zeros(11, 2)
+    arguments = q, k, weights, *integers((3,), (1, 3), (1, 11)), 5, 0.25
+    assert kernels_in(ops.index_topk_triton, *arguments) == BEST
+    scores, (indices,) = torch.zeros(11, 5), integers((11, 5))
+    given = scores, indices, scores, indices, *arguments
+    found = kernels_in(ops.index_topk_triton_backward, *given)
+    assert found == [
+        ("query_gradients_kernel", ["p_grad_q", "p_grad_weights"]),
+        ("key_gradients_kernel", ["p_grad_k"]),
+    ]
+
+
+def test_decode_topk():
+    import dynchunk.ops.triton.decode_topk  # noqa: F401
+
+    tensors = torch.zeros(3, 2, 16), torch.zeros(8, 4, 16), torch.zeros(3, 2)
+    layout = integers((1, 3, 6), (3,), (1, 3))
+    found = kernels_in(torch.ops.dynchunk.decode_topk_triton, *tensors, *layout, 5, 0.25)
+    assert found == BEST

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from dynchunk.ops._attention import (
     OPERANDS,
@@ -18,7 +19,7 @@ from dynchunk.ops._attention import (
     default_scale,
     fake_attended,
 )
-from dynchunk.ops._registration import Schema, choose, register
+from dynchunk.ops._registration import Implementation, Schema, choose, register
 from dynchunk.ops.layout import Reads
 from dynchunk.ops.reference import attend_selected as reference
 
@@ -36,7 +37,14 @@ SCHEMA = Schema(
     outputs=("out", "lse"),
 )
 
-OPS = {
+
+def _triton() -> CustomOpDef:
+    from dynchunk.ops.triton.attend_selected import OP
+
+    return OP
+
+
+OPS: dict[str, Implementation] = {
     "reference": register(
         "attend_selected_reference",
         SCHEMA,
@@ -44,6 +52,7 @@ OPS = {
         reference.attend_selected_backward,
         fake_attended,
     ),
+    "triton": _triton,
 }
 
 
@@ -73,7 +82,7 @@ def attend_selected(
         query does not see, is none.
     reads : Reads
         What each query may read: ``Reads.of(chunks, window=..)``.
-    impl : {None, "reference"}
+    impl : {None, "reference", "triton"}
 
     Returns
     -------

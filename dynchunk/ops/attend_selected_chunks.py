@@ -7,6 +7,7 @@ none after itself. (NSA, arXiv 2502.11089, and MoBA, arXiv 2502.13189, at fixed 
 from __future__ import annotations
 
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from dynchunk._checks import require_int
 from dynchunk.ops._attention import (
@@ -16,7 +17,7 @@ from dynchunk.ops._attention import (
     default_scale,
     fake_attended,
 )
-from dynchunk.ops._registration import Schema, choose, register
+from dynchunk.ops._registration import Implementation, Schema, choose, register
 from dynchunk.ops.layout import Reads
 from dynchunk.ops.reference import attend_selected_chunks as reference
 
@@ -35,7 +36,14 @@ SCHEMA = Schema(
     outputs=("out", "lse"),
 )
 
-OPS = {
+
+def _triton() -> CustomOpDef:
+    from dynchunk.ops.triton.attend_selected_chunks import OP
+
+    return OP
+
+
+OPS: dict[str, Implementation] = {
     "reference": register(
         "attend_selected_chunks_reference",
         SCHEMA,
@@ -43,6 +51,7 @@ OPS = {
         reference.attend_selected_chunks_backward,
         fake_attended,
     ),
+    "triton": _triton,
 }
 
 
@@ -73,7 +82,7 @@ def attend_selected_chunks(
     block : int >= 1
         Queries that share a list: ``block`` neighbours, counted from the first query of each
         sequence. R is the number of such blocks, S for 1.
-    impl : {None, "reference"}
+    impl : {None, "reference", "triton"}
 
     Returns
     -------

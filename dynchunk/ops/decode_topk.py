@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from dynchunk._checks import require, require_int
 from dynchunk.ops._attention import default_scale
@@ -32,7 +33,7 @@ SCHEMA = Schema(
 )
 
 
-def _fake(
+def fake(
     q: Tensor,
     k: Tensor,
     weights: Tensor,
@@ -42,12 +43,20 @@ def _fake(
     topk: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
+    """Return tensors of the shapes and dtypes of (scores, indices)."""
     indices = n_visible.new_empty(len(q), topk, dtype=torch.int64)
     return q.new_empty(indices.shape, dtype=wide_dtype(q, k, weights)), indices
 
 
+def _triton() -> CustomOpDef:
+    from dynchunk.ops.triton.decode_topk import OP
+
+    return OP
+
+
 OPS: dict[str, Implementation] = {
-    "reference": register_forward("decode_topk_reference", SCHEMA, reference.decode_topk, _fake),
+    "reference": register_forward("decode_topk_reference", SCHEMA, reference.decode_topk, fake),
+    "triton": _triton,
 }
 
 
@@ -78,7 +87,7 @@ def decode_topk(
         Any number; a query that sees fewer entries gets all of them.
     scale : float, optional
         Default: D^-1/2.
-    impl : {None, "reference"}
+    impl : {None, "reference", "triton"}
 
     Returns
     -------

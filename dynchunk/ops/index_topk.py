@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from dynchunk._checks import require_int
 from dynchunk.ops._attention import default_scale
-from dynchunk.ops._registration import Schema, choose, register, wide_dtype
+from dynchunk.ops._registration import Implementation, Schema, choose, register, wide_dtype
 from dynchunk.ops._shapes import check
 from dynchunk.ops.layout import Reads
 from dynchunk.ops.reference import index_topk as reference
@@ -40,7 +41,7 @@ class TopK(NamedTuple):
     indices: Tensor  #: int64 [S, K], counted from the sequence's first entry; -1 = none
 
 
-def _fake(
+def fake(
     q: Tensor,
     k: Tensor,
     weights: Tensor,
@@ -50,14 +51,22 @@ def _fake(
     topk: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
+    """Return tensors of the shapes and dtypes of (scores, indices)."""
     indices = n_visible.new_empty(len(q), topk, dtype=torch.int64)
     return q.new_empty(indices.shape, dtype=wide_dtype(q, k, weights)), indices
 
 
-OPS = {
+def _triton() -> CustomOpDef:
+    from dynchunk.ops.triton.index_topk import OP
+
+    return OP
+
+
+OPS: dict[str, Implementation] = {
     "reference": register(
-        "index_topk_reference", SCHEMA, reference.index_topk, reference.index_topk_backward, _fake
+        "index_topk_reference", SCHEMA, reference.index_topk, reference.index_topk_backward, fake
     ),
+    "triton": _triton,
 }
 
 
@@ -86,7 +95,7 @@ def index_topk(
         Any number; a query that sees fewer entries gets all of them.
     scale : float, optional
         Default: D^-1/2.
-    impl : {None, "reference"}
+    impl : {None, "reference", "triton"}
         The reference computes a score in an order of its own, so that neither the batch nor how a
         prompt is split changes a bit of it.
 
