@@ -83,13 +83,18 @@ def check_queries(
         check("sink", sink, "H", sizes)
     check("reads.n_visible", reads.n_visible, "G S", sizes, "integer")
     check("reads.raw_start", reads.raw_start, "G S", sizes, "integer")
+    check_heads(q, k, sizes)
+    return sizes
+
+
+def check_heads(q: Tensor, k: Tensor, sizes: dict[str, int]) -> None:
+    """Verify that KV heads divide the heads and views the KV heads; put H_kv/G into ``sizes``."""
     kv_heads, n_views = sizes["H_kv"], sizes["G"]
     ok = kv_heads > 0 and sizes["H"] % kv_heads == 0
     require(ok, "q", f"a multiple of the {kv_heads} heads of k", q)
     ok = n_views > 0 and kv_heads % n_views == 0
     require(ok, "k", f"a number of heads that {n_views} views divide", k)
     sizes["H_kv/G"] = kv_heads // n_views
-    return sizes
 
 
 def check_lists(indices: Tensor, k: Tensor, rows: int | None = None) -> Tensor:

@@ -1,8 +1,9 @@
-"""Registration with ``torch.library``: what every differentiable operation does alike.
+"""Registration with ``torch.library``: what every operation does alike.
 
 An implementation of operation ``f`` is a pair of functions, ``f`` and ``f_backward``. They become
 ``dynchunk::f_<impl>`` and ``dynchunk::f_<impl>_backward``, which ``torch.compile`` takes as they
-are. Those that launch Triton kernels are Triton operations: the compiler sees the kernels.
+are; an operation that only serves has no backward. Those that launch Triton kernels are Triton
+operations: the compiler sees the kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Schema(NamedTuple):
     """
 
     differentiable: tuple[str, ...]  #: types and names, such as ``"Tensor? bias"``
-    constant: tuple[str, ...]  #: integer tensors, then numbers
+    constant: tuple[str, ...]  #: tensors, then numbers
     outputs: tuple[str, ...]  #: names
 
     @property
@@ -59,9 +60,8 @@ def register(
     ``define`` makes an operation of a name, a function and a schema: :func:`define_triton` for
     functions that launch Triton kernels.
     """
-    define = define or _define
-    op = define(name, forward, schema.forward)
-    op_backward = define(f"{name}_backward", backward, schema.backward)
+    op = register_forward(name, schema, forward, fake, define=define)
+    op_backward = (define or _define)(f"{name}_backward", backward, schema.backward)
     n_outputs, n_grads = len(schema.outputs), len(schema.differentiable)
 
     def fake_backward(*args: Any) -> tuple[Tensor, ...]:
@@ -81,9 +81,22 @@ def register(
         grads = [None if x is None else g for x, g in zip(inputs, found, strict=True)]
         return (*grads, *[None] * len(schema.constant))
 
-    op.register_fake(fake)
     op_backward.register_fake(fake_backward)
     op.register_autograd(gradients, setup_context=setup_context)
+    return op
+
+
+def register_forward(
+    name: str,
+    schema: Schema,
+    forward: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    define: Callable[[str, Callable[..., Any], str], CustomOpDef] | None = None,
+) -> CustomOpDef:
+    """Register an implementation that has no gradient: going back through it is an error."""
+    op = (define or _define)(name, forward, schema.forward)
+    op.register_fake(fake)
     return op
 
 
