@@ -1,0 +1,1 @@
+"""Triton kernels as operations: imported when first used, for tensors on a GPU."""

@@ -1,0 +1,163 @@
+"""What the attention kernels have in common: tiles of rows and keys, and which row reads what.
+
+A row is a query with one of the R query heads that share a KV head: row r of a sequence is its
+query r // R with head r % R of the group. So tensor cores are full with few queries, and a tile
+has few queries, which read nearly the same keys.
+
+A row reads one run of entries and one run of raw tokens, both counted from the start of its
+sequence. From one query of a sequence to the next, no end of a run moves back.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+_FAR = tl.constexpr(2**31 - 1)
+_WAYS = tl.constexpr(128)
+#: The interpreter would multiply the bits of bfloat16 numbers, and does not round to them.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def locate(p_offsets, B, i_tile, R: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the sequence b of a tile and where in it the tile begins.
+
+    A sequence has R times ``offsets[b+1] - offsets[b]`` rows; its tiles are numbered from
+    ``offsets[b] * R // BLOCK + b`` on, which leaves enough numbers to each.
+    """
+    base = tl.load(p_offsets)
+    b = i_tile * 0
+    after = b + B
+    while after - b > 1:
+        middle = (b + after) // 2
+        number = (tl.load(p_offsets + middle) - base) * R // BLOCK + middle
+        is_after = i_tile < number
+        after = tl.where(is_after, middle, after)
+        b = tl.where(is_after, b, middle)
+    number = (tl.load(p_offsets + b) - base) * R // BLOCK + b
+    return b, ((i_tile - number) * BLOCK).to(tl.int32)
+
+
+@triton.jit
+def span(p_offsets, b):
+    """Return where sequence b begins, and its length."""
+    begin = tl.load(p_offsets + b).to(tl.int64)
+    return begin, (tl.load(p_offsets + b + 1) - begin).to(tl.int32)
+
+
+@triton.jit
+def first_at_least(p_x, n, bound):
+    """Return the first index of n values in ascending order whose value is at least ``bound``."""
+    low, high = n * 0, n
+    while low < high:
+        step = tl.cdiv(high - low, _WAYS)
+        i = low + tl.arange(0, _WAYS) * step
+        b_x = tl.load(p_x + i, mask=i < high, other=bound)
+        n_below = tl.sum((b_x < bound).to(tl.int32), 0)
+        high = tl.minimum(high, low + n_below * step)
+        low = tl.where(n_below > 0, low + (n_below - 1) * step + 1, high)
+    return low
+
+
+@triton.jit
+def raw_runs(p_raw_start, b_query, m_row, begin_q, n_q, begin_k, n_k):
+    """Return the run of raw tokens that each row reads; none where there is no row."""
+    b_start = tl.load(p_raw_start + b_query, mask=m_row, other=0) - begin_k
+    b_low = tl.maximum(b_start, 0).to(tl.int32)
+    b_high = (b_query - begin_q).to(tl.int32) + (n_k - n_q + 1)
+    return tl.where(m_row, b_low, 0), tl.where(m_row, b_high, 0)
+
+
+@triton.jit
+def entry_counts(p_n_visible, b_query, m_row, n_entries):
+    """Return how many entries each row reads; none where there is no row."""
+    b_seen = tl.load(p_n_visible + b_query, mask=m_row, other=0)
+    return tl.minimum(b_seen, n_entries).to(tl.int32)
+
+
+@triton.jit
+def bounds(b_low, b_high, m_row):
+    """Return the keys that some row reads, and those that all rows read, as two ranges."""
+    begin, end = tl.min(tl.where(m_row, b_low, _FAR), 0), tl.max(tl.where(m_row, b_high, 0), 0)
+    full_begin = tl.max(tl.where(m_row, b_low, 0), 0)
+    full_end = tl.min(tl.where(m_row, b_high, _FAR), 0)
+    return begin, end, full_begin, full_end
+
+
+@triton.jit
+def inner_tiles(begin, end, full_begin, full_end, BLOCK: tl.constexpr):
+    """Return the full tiles of a range as a range, and how many others it has.
+
+    Tiles are counted from ``begin``. Full ones lie in ``full_begin .. full_end`` and need no mask.
+    """
+    end = tl.maximum(begin, end)
+    n_left = tl.cdiv(tl.minimum(tl.maximum(full_begin, begin), end) - begin, BLOCK)
+    low = begin + n_left * BLOCK
+    n_full = tl.maximum(tl.minimum(full_end, end) - low, 0) // BLOCK
+    high = low + n_full * BLOCK
+    return low, high, n_left + tl.cdiv(tl.maximum(end - high, 0), BLOCK)
+
+
+@triton.jit
+def border_tile(i, begin, low, high, BLOCK: tl.constexpr):
+    """Return where the i-th tile that is not full begins."""
+    tile = begin + i * BLOCK
+    return tl.where(tile < low, tile, tile + (high - low))
+
+
+@triton.jit
+def load_tile(
+    p_x, b_offset, m_row, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
+):
+    """Return rows at some offsets, zero in channels from D on and where a mask says so."""
+    o_d = tl.arange(0, BLOCK_D)
+    p_x = p_x + b_offset[:, None] + o_d[None, :]
+    if MASKED and D < BLOCK_D:
+        b_x = tl.load(p_x, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+    elif MASKED:
+        b_x = tl.load(p_x, mask=m_row[:, None], other=0.0)
+    elif D < BLOCK_D:
+        b_x = tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)
+    else:
+        b_x = tl.load(p_x)
+    return b_x
+
+
+@triton.jit
+def store_tile(p_x, b_offset, m_row, b_x, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store rows at some offsets."""
+    o_d = tl.arange(0, BLOCK_D)
+    mask = m_row[:, None] & (o_d < D)[None, :]
+    tl.store(p_x + b_offset[:, None] + o_d[None, :], narrow(b_x, p_x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def is_finite(b_x):
+    """Mark numbers that are neither infinite nor NaN."""
+    return tl.abs(b_x.to(tl.float32)) < float("inf")
+
+
+@triton.jit
+def finite(b_x):
+    """Replace what is not finite by zero: a weight of zero would not hide it."""
+    return tl.where(is_finite(b_x), b_x, 0.0)
+
+
+@triton.jit
+def dot(b_x, b_y, b_acc, PRECISION: tl.constexpr):
+    """Return b_acc + b_x b_y in float32."""
+    if _INTERPRETED:
+        b_x, b_y = b_x.to(tl.float32), b_y.to(tl.float32)
+    return tl.dot(b_x, b_y, b_acc, input_precision=PRECISION)
+
+
+@triton.jit
+def narrow(b_x, dtype: tl.constexpr):
+    """Round float32 numbers to a dtype."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = b_x.to(tl.uint32, bitcast=True)
+        b_x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return b_x.to(dtype)

@@ -1,0 +1,242 @@
+"""Attention over entries, raw tokens and a sink: tile sizes, launches, and all configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.library import wrap_triton
+
+from dynchunk_kernels._launch import (
+    arch_of,
+    head_block,
+    make_case,
+    precision,
+    programs_to_fill,
+    with_contiguous_rows,
+)
+from dynchunk_kernels.attend_backward import keys_kernel, queries_kernel, shift_kernel
+from dynchunk_kernels.attend_forward import forward_kernel
+from dynchunk_kernels.offline import Case
+
+_MAX_SHARES = 64  # of a tile of keys, in fp32 each
+
+
+class Tiles(NamedTuple):
+    """How a kernel is compiled."""
+
+    block_m: int  #: rows of a tile: queries times the query heads of a KV head
+    block_n: int  #: keys of a tile
+    num_warps: int
+    num_stages: int
+
+
+def tiles(kernel: str, arch: int, width: int, dtype: torch.dtype) -> Tiles:
+    """Return the tile sizes of the kernel "forward", "queries" or "keys".
+
+    ``width`` is the larger one of the head dims, rounded up to a power of two.
+    """
+    return Tiles(64, 32, 4, 2)
+
+
+def constants(
+    kernel: str, arch: int, R: int, D: int, D_V: int, dtype: torch.dtype, **options: bool
+) -> dict[str, Any]:
+    """Return all that a kernel is compiled for."""
+    block_d, block_v = head_block(D), head_block(D_V)
+    chosen = tiles(kernel, arch, max(block_d, block_v), dtype)
+    return {
+        "R": R,
+        "D": D,
+        "D_V": D_V,
+        "BLOCK_M": chosen.block_m,
+        "BLOCK_N": chosen.block_n,
+        "BLOCK_D": block_d,
+        "BLOCK_V": block_v,
+        "PRECISION": precision(dtype),
+        "num_warps": chosen.num_warps,
+        "num_stages": chosen.num_stages,
+        **options,
+    }
+
+
+def shift_constants(H: int, D_V: int) -> dict[str, Any]:
+    """Return all that the kernel of the shift is compiled for."""
+    block_v = head_block(D_V)
+    sizes = {"BLOCK_M": 4096 // block_v, "BLOCK_V": block_v, "num_warps": 4, "num_stages": 2}
+    return {"H": H, "D_V": D_V, **sizes}
+
+
+class _Operands(NamedTuple):
+    """The inputs of an attend as kernels take them: in one dtype, none of them None.
+
+    Keys stand for values that are None, and any tensor for a bias or sink: never read.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    entry_k: Tensor
+    entry_v: Tensor
+    bias: Tensor
+    sink: Tensor
+    integers: tuple[Tensor, ...]  #: cu_seqlens_q, cu_seqlens_k, cu_entries, n_visible, raw_start
+    scale: float
+    is_shared: bool
+    has_bias: bool
+    has_sink: bool
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        entry_k: Tensor,
+        entry_v: Tensor | None,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        *others: Any,
+    ) -> _Operands:
+        given = [x for x in (q, k, v, entry_k, entry_v) if x is not None]
+        dtype = given[0].dtype
+        for x in given[1:]:
+            dtype = torch.promote_types(dtype, x.dtype)
+        q, k, entry_k = (with_contiguous_rows(x, dtype) for x in (q, k, entry_k))
+        return cls(
+            q,
+            k,
+            k if v is None else with_contiguous_rows(v, dtype),
+            entry_k,
+            entry_k if entry_v is None else with_contiguous_rows(entry_v, dtype),
+            entry_k[..., 0] if bias is None else bias,
+            q if sink is None else sink.contiguous(),
+            tuple(x.contiguous() for x in others[:-1]),
+            others[-1],
+            v is None,
+            bias is not None,
+            sink is not None,
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """S, B, G and H_kv."""
+        return len(self.q), len(self.integers[0]) - 1, len(self.integers[2]), self.k.shape[1]
+
+    def constants(self, kernel: str, **options: bool) -> dict[str, Any]:
+        R, (D, D_V) = self.q.shape[1] // self.k.shape[1], (x.shape[2] for x in (self.k, self.v))
+        return constants(
+            kernel, arch_of(self.q), R, D, D_V, self.q.dtype, SHARED=self.is_shared, **options
+        )
+
+
+def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Attend to the first entries of each sequence and to a run of raw tokens.
+
+    Parameters
+    ----------
+    *inputs
+        q [S, H, D], k [T, H_kv, D], v [T, H_kv, D_v] or None, entry_k [N, H_kv / G, D], entry_v
+        [N, H_kv / G, D_v] or None, bias [N, H_kv / G] or None, sink [H] or None; int32 or int64
+        cu_seqlens_q and cu_seqlens_k [B+1], cu_entries [G, B+1], n_visible and raw_start [G, S],
+        which do not decrease within a sequence; scale.
+
+    Returns
+    -------
+    out [S, H, D_v] in the dtype of q, lse float32 [S, H]
+    """
+    x, q = _Operands.of(*inputs), inputs[0]
+    S, B, _, H_KV = x.sizes
+    out = q.new_empty((*q.shape[:2], x.v.shape[2]))
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    if S > 0:
+        chosen = x.constants("forward", HAS_BIAS=x.has_bias, HAS_SINK=x.has_sink)
+        grid = (triton.cdiv(S * chosen["R"], chosen["BLOCK_M"]) + B, H_KV)
+        floating = (x.q, x.k, x.v, x.entry_k, x.entry_v, x.bias)
+        wrap_triton(forward_kernel)[grid](
+            *(*floating, x.sink, out, lse, *x.integers, x.scale, *_strides(*floating), *x.sizes),
+            **chosen,
+        )
+    return out, lse
+
+
+def attend_backward(
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *inputs: Any
+) -> tuple[Tensor, ...]:
+    """Return the gradients of the seven operands of :func:`attend`, empty for one that is None."""
+    x = _Operands.of(*inputs)
+    grad = with_contiguous_rows(grad_out, x.q.dtype)
+    shift = _shift(grad, grad_lse, out.contiguous())
+    d_entries = _of_keys(x, grad, lse, shift, entries=True)
+    d_raw = _of_keys(x, grad, lse, shift, entries=False)
+    d_sink = shift
+    if x.has_sink:
+        weights = (x.sink.float() - lse.masked_fill(lse == -torch.inf, 0)).exp()
+        d_sink = (weights * shift).sum(0)
+    dq = _of_queries(x, grad, lse, shift)
+    found = (dq, d_raw[0], d_raw[1], d_entries[0], d_entries[1], d_entries[2], d_sink)
+    return tuple(
+        out.new_empty(0) if given is None else gradient.to(given.dtype)
+        for gradient, given in zip(found, inputs[:7], strict=True)
+    )
+
+
+def _shift(grad: Tensor, grad_lse: Tensor, out: Tensor) -> Tensor:
+    """Return grad_lse - grad . out, float32 [S, H]."""
+    S, H, D_V = out.shape
+    shift = out.new_empty((S, H), dtype=torch.float32)
+    if S > 0:
+        chosen = shift_constants(H, D_V)
+        wrap_triton(shift_kernel)[(triton.cdiv(S * H, chosen["BLOCK_M"]),)](
+            *(grad, grad_lse, out, shift, *_strides(grad, grad_lse), S), **chosen
+        )
+    return shift
+
+
+def _of_queries(x: _Operands, grad: Tensor, lse: Tensor, shift: Tensor) -> Tensor:
+    """Return the gradient of the queries."""
+    S, B, _, H_KV = x.sizes
+    dq = x.q.new_empty(x.q.shape)
+    if S > 0:
+        chosen = x.constants("queries", HAS_BIAS=x.has_bias)
+        grid = (triton.cdiv(S * chosen["R"], chosen["BLOCK_M"]) + B, H_KV)
+        floating = (x.q, x.k, x.v, x.entry_k, x.entry_v, x.bias)
+        wrap_triton(queries_kernel)[grid](
+            *(*floating, grad, lse, shift, dq, *x.integers, x.scale),
+            *(*_strides(*floating, grad), *x.sizes),
+            **chosen,
+        )
+    return dq
+
+
+def _of_keys(
+    x: _Operands, grad: Tensor, lse: Tensor, shift: Tensor, *, entries: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the entries, or of the raw tokens: keys, values, bias."""
+    cu_q, cu_k, cu_entries, n_visible, raw_start = x.integers
+    k, v = (x.entry_k, x.entry_v) if entries else (x.k, x.v)
+    cu, runs = (cu_entries, n_visible) if entries else (cu_k, raw_start)
+    has_bias = x.has_bias and entries
+    S, B, G, H_KV = x.sizes
+    N = len(k)
+    chosen = x.constants("keys", HAS_BIAS=has_bias, ENTRIES=entries)
+    n_tiles = triton.cdiv(N, chosen["BLOCK_N"]) + B
+    shares = max(min(programs_to_fill(x.q) // (n_tiles * H_KV), _MAX_SHARES), 1)
+    dtype = k.dtype if shares == 1 else torch.float32
+    dk, dv = (k.new_empty((shares, *t.shape), dtype=dtype) for t in (k, v))
+    d_bias = k.new_empty((shares, *k.shape[:2]), dtype=torch.float32)
+    if N > 0:
+        wrap_triton(keys_kernel)[(n_tiles, H_KV, shares)](
+            *(x.q, k, v, x.bias, grad, lse, shift, dk, dv, d_bias, cu_q, cu, runs, x.scale),
+            *(*_strides(x.q, k, v, x.bias, grad), N, S, B, G, H_KV),
+            **chosen,
+        )
+    return tuple(t[0] if shares == 1 else t.sum(0) for t in (dk, dv, d_bias))
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the strides of row and head."""
+    return tuple(stride for x in tensors for stride in x.stride()[:2])

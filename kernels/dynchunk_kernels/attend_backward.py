@@ -1,0 +1,447 @@
+"""The backward kernels of ``attend``: weights are computed anew from the log of their sum.
+
+With p the weight of a key and g the gradient of a row's output, the gradient of a logit is
+p (g . v + shift), shift = grad_lse - g . out. ``queries_kernel`` adds these up over the keys of a
+row, ``keys_kernel`` over the rows of a key. No order depends on timing: results are deterministic.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dynchunk_kernels._attention import (
+    LOG2_E,
+    border_tile,
+    bounds,
+    dot,
+    entry_counts,
+    finite,
+    first_at_least,
+    inner_tiles,
+    load_tile,
+    locate,
+    narrow,
+    raw_runs,
+    span,
+    store_tile,
+)
+
+
+@triton.jit(do_not_specialize=["S"])
+def shift_kernel(
+    p_grad,
+    p_grad_lse,
+    p_out,
+    p_shift,
+    stride_grad_s,
+    stride_grad_h,
+    stride_lse_s,
+    stride_lse_h,
+    S,
+    H: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Write grad_lse - grad . out of each query and head."""
+    b_row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_row = b_row < S * H
+    b_query, b_head = b_row // H, b_row % H
+    b_offset = b_query * stride_grad_s + b_head * stride_grad_h
+    b_grad = load_tile(p_grad, b_offset, m_row, D_V, BLOCK_V, True).to(tl.float32)
+    b_out = load_tile(p_out, b_row * D_V, m_row, D_V, BLOCK_V, True).to(tl.float32)
+    p_lse = p_grad_lse + b_query * stride_lse_s + b_head * stride_lse_h
+    b_lse = tl.load(p_lse, mask=m_row, other=0.0).to(tl.float32)
+    tl.store(p_shift + b_row, b_lse - tl.sum(b_grad * b_out, 1), mask=m_row)
+
+
+@triton.jit
+def _load_log_sum(p_lse, b_offset, m_row):
+    """Return the log of each row's sum in powers of two; infinite where all weights are zero."""
+    b_lse = tl.load(p_lse + b_offset, mask=m_row, other=float("-inf"))
+    return tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
+
+
+@triton.jit
+def _add_key_tile(
+    b_dq,
+    b_q,
+    b_grad,
+    b_lse,
+    b_shift,
+    b_low,
+    b_high,
+    p_k,
+    p_v,
+    p_bias,
+    stride_k,
+    stride_v,
+    stride_bias,
+    start,
+    end,
+    scale,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SHARED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add what the keys from ``start`` on give to the rows' gradients."""
+    o_n = tl.arange(0, BLOCK_N)
+    m_n = start + o_n < end
+    row = tl.cast(start, tl.int64)
+    b_k = load_tile(p_k + row * stride_k, o_n * stride_k, m_n, D, BLOCK_D, MASKED)
+    if SHARED:
+        b_v = b_k
+    else:
+        b_v = load_tile(p_v + row * stride_v, o_n * stride_v, m_n, D_V, BLOCK_V, MASKED)
+    b_logit = dot(b_q, tl.trans(b_k), None, PRECISION) * (scale * LOG2_E)
+    if HAS_BIAS:
+        b_bias = tl.load(p_bias + row * stride_bias + o_n * stride_bias, mask=m_n, other=0.0)
+        b_logit += (b_bias.to(tl.float32) * LOG2_E)[None, :]
+    b_p = tl.exp2(b_logit - b_lse[:, None])
+    b_dp = dot(b_grad, tl.trans(b_v), None, PRECISION)
+    b_ds = b_p * (b_dp + b_shift[:, None])
+    if MASKED:
+        b_n = (start + o_n)[None, :]
+        b_ds = tl.where((b_n >= b_low[:, None]) & (b_n < b_high[:, None]), b_ds, 0.0)
+        b_k = finite(b_k)
+    return dot(narrow(b_ds, b_k.dtype), b_k, b_dq, PRECISION)
+
+
+@triton.jit
+def _add_keys(
+    b_dq,
+    b_q,
+    b_grad,
+    b_lse,
+    b_shift,
+    b_low,
+    b_high,
+    m_row,
+    p_k,
+    p_v,
+    p_bias,
+    stride_k,
+    stride_v,
+    stride_bias,
+    scale,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SHARED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what the keys ``b_low .. b_high - 1`` of each row give to its gradient."""
+    begin, end, full_begin, full_end = bounds(b_low, b_high, m_row)
+    low, high, n_border = inner_tiles(begin, end, full_begin, full_end, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        b_dq = _add_key_tile(
+            b_dq, b_q, b_grad, b_lse, b_shift, b_low, b_high, p_k, p_v, p_bias,
+            stride_k, stride_v, stride_bias, start, end, scale,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION, False,
+        )  # fmt: skip
+    for i in range(n_border):
+        start = border_tile(i, begin, low, high, BLOCK_N)
+        b_dq = _add_key_tile(
+            b_dq, b_q, b_grad, b_lse, b_shift, b_low, b_high, p_k, p_v, p_bias,
+            stride_k, stride_v, stride_bias, start, end, scale,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION, True,
+        )  # fmt: skip
+    return b_dq
+
+
+@triton.jit(do_not_specialize=["S", "B", "G", "H_KV"])
+def queries_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_entry_k,
+    p_entry_v,
+    p_bias,
+    p_grad,
+    p_lse,
+    p_shift,
+    p_dq,
+    p_cu_q,
+    p_cu_k,
+    p_cu_entries,
+    p_n_visible,
+    p_raw_start,
+    scale,
+    stride_q_s,
+    stride_q_h,
+    stride_k_t,
+    stride_k_h,
+    stride_v_t,
+    stride_v_h,
+    stride_entry_k_n,
+    stride_entry_k_h,
+    stride_entry_v_n,
+    stride_entry_v_h,
+    stride_bias_n,
+    stride_bias_h,
+    stride_grad_s,
+    stride_grad_h,
+    S,
+    B,
+    G,
+    H_KV,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SHARED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradient of the queries: one program a tile of rows and KV head, as in the forward."""
+    head = tl.program_id(1).to(tl.int64)
+    view, own = head // (H_KV // G), head % (H_KV // G)
+    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    b, first = locate(p_cu_q, B, i_tile, R, BLOCK_M)
+    begin_q, n_q = span(p_cu_q, b)
+    if first >= n_q * R:
+        return
+    begin_k, n_k = span(p_cu_k, b)
+    begin_e, n_e = span(p_cu_entries + view * (B + 1), b)
+
+    b_row = first + tl.arange(0, BLOCK_M)
+    m_row = b_row < n_q * R
+    b_query, b_head = begin_q + b_row // R, head * R + b_row % R
+    b_offset = b_query * (H_KV * R) + b_head
+    b_q = load_tile(p_q, b_query * stride_q_s + b_head * stride_q_h, m_row, D, BLOCK_D, True)
+    b_grad = load_tile(
+        p_grad, b_query * stride_grad_s + b_head * stride_grad_h, m_row, D_V, BLOCK_V, True
+    )
+    b_lse = _load_log_sum(p_lse, b_offset, m_row)
+    b_shift = tl.load(p_shift + b_offset, mask=m_row, other=0.0)
+    b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    b_seen = entry_counts(p_n_visible + view * S, b_query, m_row, n_e)
+    b_dq = _add_keys(
+        b_dq, b_q, b_grad, b_lse, b_shift, b_seen * 0, b_seen, m_row,
+        p_entry_k + begin_e * stride_entry_k_n + own * stride_entry_k_h,
+        p_entry_v + begin_e * stride_entry_v_n + own * stride_entry_v_h,
+        p_bias + begin_e * stride_bias_n + own * stride_bias_h,
+        stride_entry_k_n, stride_entry_v_n, stride_bias_n, scale,
+        D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION,
+    )  # fmt: skip
+    b_low, b_high = raw_runs(p_raw_start + view * S, b_query, m_row, begin_q, n_q, begin_k, n_k)
+    b_dq = _add_keys(
+        b_dq, b_q, b_grad, b_lse, b_shift, b_low, b_high, m_row,
+        p_k + begin_k * stride_k_t + head * stride_k_h,
+        p_v + begin_k * stride_v_t + head * stride_v_h,
+        p_bias,
+        stride_k_t, stride_v_t, 0, scale,
+        D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, False, SHARED, PRECISION,
+    )  # fmt: skip
+    store_tile(p_dq, b_offset * D, m_row, b_dq * scale, D, BLOCK_D)
+
+
+@triton.jit
+def _add_row_tile(
+    b_dk,
+    b_dv,
+    b_dbias,
+    b_k,
+    b_v,
+    b_bias,
+    b_key,
+    p_q,
+    p_grad,
+    p_lse,
+    p_shift,
+    p_run,
+    stride_q_s,
+    stride_q_h,
+    stride_grad_s,
+    stride_grad_h,
+    start,
+    end,
+    begin_q,
+    n_q,
+    begin_k,
+    n_k,
+    n_heads,
+    scale,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SHARED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add what the rows from ``start`` on give to the keys' gradients."""
+    b_row = start + tl.arange(0, BLOCK_M)
+    m_row = b_row < end
+    b_query, b_head = begin_q + b_row // R, b_row % R
+    b_q = load_tile(
+        p_q, b_query * stride_q_s + b_head * stride_q_h, m_row, D, BLOCK_D, MASKED
+    )
+    b_grad = load_tile(
+        p_grad, b_query * stride_grad_s + b_head * stride_grad_h, m_row, D_V, BLOCK_V, MASKED
+    )
+    b_lse = _load_log_sum(p_lse, b_query * n_heads + b_head, m_row)
+    b_shift = tl.load(p_shift + b_query * n_heads + b_head, mask=m_row, other=0.0)
+    b_logit = dot(b_k, tl.trans(b_q), None, PRECISION) * (scale * LOG2_E)
+    if HAS_BIAS:
+        b_logit += b_bias[:, None]
+    b_p = tl.exp2(b_logit - b_lse[None, :])
+    b_ds = b_p * (dot(b_v, tl.trans(b_grad), None, PRECISION) + b_shift[None, :])
+    if MASKED:
+        if ENTRIES:
+            m_read = b_key[:, None] < entry_counts(p_run, b_query, m_row, n_k)[None, :]
+        else:
+            b_low, b_high = raw_runs(p_run, b_query, m_row, begin_q, n_q, begin_k, n_k)
+            m_read = (b_key[:, None] >= b_low[None, :]) & (b_key[:, None] < b_high[None, :])
+        b_p, b_ds = tl.where(m_read, b_p, 0.0), tl.where(m_read, b_ds, 0.0)
+        b_q = finite(b_q)
+    if HAS_BIAS:
+        b_dbias += tl.sum(b_ds, 1)
+    b_ds = narrow(b_ds * scale, b_q.dtype)
+    b_p = narrow(b_p, b_grad.dtype)
+    if SHARED:
+        b_dk = dot(b_p, b_grad, b_dk, PRECISION)
+    else:
+        b_dv = dot(b_p, b_grad, b_dv, PRECISION)
+    b_dk = dot(b_ds, b_q, b_dk, PRECISION)
+    return b_dk, b_dv, b_dbias
+
+
+@triton.jit(do_not_specialize=["N", "S", "B", "G", "H_KV"])
+def keys_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_bias,
+    p_grad,
+    p_lse,
+    p_shift,
+    p_dk,
+    p_dv,
+    p_dbias,
+    p_cu_q,
+    p_cu_k,
+    p_run,
+    scale,
+    stride_q_s,
+    stride_q_h,
+    stride_k_n,
+    stride_k_h,
+    stride_v_n,
+    stride_v_h,
+    stride_bias_n,
+    stride_bias_h,
+    stride_grad_s,
+    stride_grad_h,
+    N,
+    S,
+    B,
+    G,
+    H_KV,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SHARED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradient of the keys: one program a tile of keys, KV head and share of the rows.
+
+    The keys are entries (``p_cu_k`` has their offsets, ``p_run`` has ``n_visible``) or raw tokens
+    (``p_run`` has ``raw_start``). Results are [share of the rows, N, heads, ..].
+    """
+    head = tl.program_id(1).to(tl.int64)
+    n_kv = H_KV // G if ENTRIES else H_KV
+    view, own = head // (H_KV // G), head % n_kv
+    p_run += view * S
+    if ENTRIES:
+        p_cu_k += view * (B + 1)
+    b, first = locate(p_cu_k, B, tl.program_id(0), 1, BLOCK_N)
+    begin_k, n_k = span(p_cu_k, b)
+    if first >= n_k:
+        return
+    begin_q, n_q = span(p_cu_q, b)
+    last = tl.minimum(first + BLOCK_N, n_k) - 1
+
+    # The queries that read some key of the tile, and those that read all of them.
+    if ENTRIES:
+        begin = first_at_least(p_run + begin_q, n_q, first + 1)
+        full_begin = first_at_least(p_run + begin_q, n_q, last + 1)
+        end, full_end = n_q, n_q
+    else:
+        begin = tl.maximum(first - (n_k - n_q), 0)
+        full_begin = tl.maximum(last - (n_k - n_q), 0)
+        end = first_at_least(p_run + begin_q, n_q, begin_k + last + 1)
+        full_end = first_at_least(p_run + begin_q, n_q, begin_k + first + 1)
+    # This program's share of their rows.
+    n_tiles = tl.cdiv(tl.maximum(end - begin, 0) * R, BLOCK_M)
+    n_rows = tl.cdiv(n_tiles, tl.num_programs(2)) * BLOCK_M
+    begin_row = begin * R + tl.program_id(2) * n_rows
+    end_row = tl.minimum(begin_row + n_rows, end * R)
+    low, high, n_border = inner_tiles(begin_row, end_row, full_begin * R, full_end * R, BLOCK_M)
+
+    b_key = first + tl.arange(0, BLOCK_N)
+    m_key = b_key < n_k
+    b_n = begin_k + b_key
+    b_k = load_tile(p_k + own * stride_k_h, b_n * stride_k_n, m_key, D, BLOCK_D, True)
+    if SHARED:
+        b_v = b_k
+    else:
+        b_v = load_tile(p_v + own * stride_v_h, b_n * stride_v_n, m_key, D_V, BLOCK_V, True)
+    b_bias = tl.zeros([BLOCK_N], tl.float32)
+    if HAS_BIAS:
+        p_b = p_bias + own * stride_bias_h + b_n * stride_bias_n
+        b_bias += tl.load(p_b, mask=m_key, other=0.0).to(tl.float32) * LOG2_E
+    b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    b_dv = tl.zeros([BLOCK_N, 1 if SHARED else BLOCK_V], tl.float32)
+    b_dbias = tl.zeros([BLOCK_N], tl.float32)
+
+    p_q += head * R * stride_q_h
+    p_grad += head * R * stride_grad_h
+    p_lse += head * R
+    p_shift += head * R
+    for start in range(low, high, BLOCK_M):
+        b_dk, b_dv, b_dbias = _add_row_tile(
+            b_dk, b_dv, b_dbias, b_k, b_v, b_bias, b_key, p_q, p_grad, p_lse, p_shift, p_run,
+            stride_q_s, stride_q_h, stride_grad_s, stride_grad_h,
+            start, end_row, begin_q, n_q, begin_k, n_k, H_KV * R, scale,
+            R, D, D_V, BLOCK_M, BLOCK_D, BLOCK_V, ENTRIES, HAS_BIAS, SHARED, PRECISION, False,
+        )  # fmt: skip
+    for i in range(n_border):
+        start = border_tile(i, begin_row, low, high, BLOCK_M)
+        b_dk, b_dv, b_dbias = _add_row_tile(
+            b_dk, b_dv, b_dbias, b_k, b_v, b_bias, b_key, p_q, p_grad, p_lse, p_shift, p_run,
+            stride_q_s, stride_q_h, stride_grad_s, stride_grad_h,
+            start, end_row, begin_q, n_q, begin_k, n_k, H_KV * R, scale,
+            R, D, D_V, BLOCK_M, BLOCK_D, BLOCK_V, ENTRIES, HAS_BIAS, SHARED, PRECISION, True,
+        )  # fmt: skip
+
+    b_offset = (tl.program_id(2).to(tl.int64) * N + b_n) * n_kv + own
+    store_tile(p_dk, b_offset * D, m_key, b_dk, D, BLOCK_D)
+    if not SHARED:
+        store_tile(p_dv, b_offset * D_V, m_key, b_dv, D_V, BLOCK_V)
+    if HAS_BIAS:
+        tl.store(p_dbias + b_offset, b_dbias.to(p_dbias.dtype.element_ty), mask=m_key)

@@ -1,0 +1,219 @@
+"""The forward kernel of ``attend``: one online softmax over entries, raw tokens and a sink."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dynchunk_kernels._attention import (
+    LN_2,
+    LOG2_E,
+    border_tile,
+    bounds,
+    dot,
+    entry_counts,
+    inner_tiles,
+    is_finite,
+    load_tile,
+    locate,
+    narrow,
+    raw_runs,
+    span,
+    store_tile,
+)
+
+
+@triton.jit
+def _add_tile(
+    b_acc,
+    b_max,
+    b_sum,
+    b_q,
+    b_low,
+    b_high,
+    p_k,
+    p_v,
+    p_bias,
+    stride_k,
+    stride_v,
+    stride_bias,
+    start,
+    end,
+    scale,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SHARED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add the keys from ``start`` on to each row's softmax. Logits are in powers of two."""
+    o_n = tl.arange(0, BLOCK_N)
+    m_n = start + o_n < end
+    row = tl.cast(start, tl.int64)
+    b_k = load_tile(p_k + row * stride_k, o_n * stride_k, m_n, D, BLOCK_D, MASKED)
+    b_logit = dot(b_q, tl.trans(b_k), None, PRECISION) * (scale * LOG2_E)
+    if HAS_BIAS:
+        b_bias = tl.load(p_bias + row * stride_bias + o_n * stride_bias, mask=m_n, other=0.0)
+        b_logit += (b_bias.to(tl.float32) * LOG2_E)[None, :]
+    if MASKED:
+        b_n = (start + o_n)[None, :]
+        m_read = (b_n >= b_low[:, None]) & (b_n < b_high[:, None])
+        b_logit = tl.where(m_read, b_logit, float("-inf"))
+    b_new = tl.maximum(b_max, tl.max(b_logit, 1))
+    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.exp2(b_logit - b_base[:, None])
+    b_decay = tl.exp2(b_max - b_base)
+    b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+    if SHARED:
+        b_v = b_k
+    else:
+        b_v = load_tile(p_v + row * stride_v, o_n * stride_v, m_n, D_V, BLOCK_V, MASKED)
+    if MASKED:  # a value that is not finite reaches the rows that read it, and no other
+        m_value = is_finite(b_v)
+        is_bad = tl.max(tl.where(m_value, 0, 1), 1) > 0
+        b_p = tl.where(m_read & is_bad[None, :], float("nan"), b_p)
+        b_v = tl.where(m_value, b_v, 0.0)
+    b_acc = b_acc * b_decay[:, None]
+    b_acc = dot(narrow(b_p, b_v.dtype), b_v, b_acc, PRECISION)
+    return b_acc, b_new, b_sum
+
+
+@triton.jit
+def _add_keys(
+    b_acc,
+    b_max,
+    b_sum,
+    b_q,
+    b_low,
+    b_high,
+    m_row,
+    p_k,
+    p_v,
+    p_bias,
+    stride_k,
+    stride_v,
+    stride_bias,
+    scale,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SHARED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add the keys ``b_low .. b_high - 1`` of each row to its softmax."""
+    begin, end, full_begin, full_end = bounds(b_low, b_high, m_row)
+    low, high, n_border = inner_tiles(begin, end, full_begin, full_end, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        b_acc, b_max, b_sum = _add_tile(
+            b_acc, b_max, b_sum, b_q, b_low, b_high, p_k, p_v, p_bias,
+            stride_k, stride_v, stride_bias, start, end, scale,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION, False,
+        )  # fmt: skip
+    for i in range(n_border):
+        start = border_tile(i, begin, low, high, BLOCK_N)
+        b_acc, b_max, b_sum = _add_tile(
+            b_acc, b_max, b_sum, b_q, b_low, b_high, p_k, p_v, p_bias,
+            stride_k, stride_v, stride_bias, start, end, scale,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION, True,
+        )  # fmt: skip
+    return b_acc, b_max, b_sum
+
+
+@triton.jit(do_not_specialize=["S", "B", "G", "H_KV"])
+def forward_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_entry_k,
+    p_entry_v,
+    p_bias,
+    p_sink,
+    p_out,
+    p_lse,
+    p_cu_q,
+    p_cu_k,
+    p_cu_entries,
+    p_n_visible,
+    p_raw_start,
+    scale,
+    stride_q_s,
+    stride_q_h,
+    stride_k_t,
+    stride_k_h,
+    stride_v_t,
+    stride_v_h,
+    stride_entry_k_n,
+    stride_entry_k_h,
+    stride_entry_v_n,
+    stride_entry_v_h,
+    stride_bias_n,
+    stride_bias_h,
+    S,
+    B,
+    G,
+    H_KV,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    SHARED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program a tile of rows and KV head; the longest tiles of a sequence start first."""
+    head = tl.program_id(1).to(tl.int64)
+    view, own = head // (H_KV // G), head % (H_KV // G)
+    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    b, first = locate(p_cu_q, B, i_tile, R, BLOCK_M)
+    begin_q, n_q = span(p_cu_q, b)
+    if first >= n_q * R:
+        return
+    begin_k, n_k = span(p_cu_k, b)
+    begin_e, n_e = span(p_cu_entries + view * (B + 1), b)
+
+    b_row = first + tl.arange(0, BLOCK_M)
+    m_row = b_row < n_q * R
+    b_query, b_head = begin_q + b_row // R, head * R + b_row % R
+    b_q = load_tile(p_q, b_query * stride_q_s + b_head * stride_q_h, m_row, D, BLOCK_D, True)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if HAS_SINK:
+        b_max = tl.load(p_sink + b_head).to(tl.float32) * LOG2_E
+        b_sum = tl.where(b_max == float("-inf"), 0.0, 1.0)
+    else:
+        b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        b_sum = tl.zeros([BLOCK_M], tl.float32)
+
+    b_seen = entry_counts(p_n_visible + view * S, b_query, m_row, n_e)
+    b_acc, b_max, b_sum = _add_keys(
+        b_acc, b_max, b_sum, b_q, b_seen * 0, b_seen, m_row,
+        p_entry_k + begin_e * stride_entry_k_n + own * stride_entry_k_h,
+        p_entry_v + begin_e * stride_entry_v_n + own * stride_entry_v_h,
+        p_bias + begin_e * stride_bias_n + own * stride_bias_h,
+        stride_entry_k_n, stride_entry_v_n, stride_bias_n, scale,
+        D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION,
+    )  # fmt: skip
+    b_low, b_high = raw_runs(p_raw_start + view * S, b_query, m_row, begin_q, n_q, begin_k, n_k)
+    b_acc, b_max, b_sum = _add_keys(
+        b_acc, b_max, b_sum, b_q, b_low, b_high, m_row,
+        p_k + begin_k * stride_k_t + head * stride_k_h,
+        p_v + begin_k * stride_v_t + head * stride_v_h,
+        p_bias,
+        stride_k_t, stride_v_t, 0, scale,
+        D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, False, SHARED, PRECISION,
+    )  # fmt: skip
+
+    b_offset = b_query * (H_KV * R) + b_head
+    b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+    store_tile(p_out, b_offset * D_V, m_row, b_out, D_V, BLOCK_V)
+    tl.store(p_lse + b_offset, (b_max + tl.log2(b_sum)) * LN_2, mask=m_row)
