@@ -63,55 +63,63 @@ def first_at_least(p_x, n, bound):
 
 
 @triton.jit
-def raw_runs(p_raw_start, b_query, m_row, begin_q, n_q, begin_k, n_k):
-    """Return the run of raw tokens that each row reads; none where there is no row."""
-    b_start = tl.load(p_raw_start + b_query, mask=m_row, other=0) - begin_k
-    b_low = tl.maximum(b_start, 0).to(tl.int32)
-    b_high = (b_query - begin_q).to(tl.int32) + (n_k - n_q + 1)
-    return tl.where(m_row, b_low, 0), tl.where(m_row, b_high, 0)
+def rows_from(start, R: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the query of a tile's first row; each row's distance to it in queries; its head."""
+    o_row = start % R + tl.arange(0, BLOCK)
+    return start // R, o_row // R, o_row % R
 
 
 @triton.jit
-def entry_counts(p_n_visible, b_query, m_row, n_entries):
+def entry_runs(p_n_visible, b_query, m_row, n_entries):
     """Return how many entries each row reads; none where there is no row."""
     b_seen = tl.load(p_n_visible + b_query, mask=m_row, other=0)
     return tl.minimum(b_seen, n_entries).to(tl.int32)
 
 
 @triton.jit
-def bounds(b_low, b_high, m_row):
-    """Return the keys that some row reads, and those that all rows read, as two ranges."""
+def raw_runs(p_raw_start, b_query, m_row, begin_k, own):
+    """Return the run of raw tokens that each row reads; none where there is no row.
+
+    ``own`` is where in its sequence the token of the query at ``p_raw_start`` lies.
+    """
+    b_start = tl.load(p_raw_start + b_query, mask=m_row, other=0) - begin_k
+    b_low = tl.where(m_row, tl.maximum(b_start, 0), 0).to(tl.int32)
+    return b_low, tl.where(m_row, own + 1 + b_query, 0)
+
+
+@triton.jit
+def tile_runs(b_low, b_high, m_row, BLOCK: tl.constexpr, BORDER: tl.constexpr):
+    """Split the keys that rows read into tiles as :func:`split` does; also return their ends."""
     begin, end = tl.min(tl.where(m_row, b_low, _FAR), 0), tl.max(tl.where(m_row, b_high, 0), 0)
     full_begin = tl.max(tl.where(m_row, b_low, 0), 0)
     full_end = tl.min(tl.where(m_row, b_high, _FAR), 0)
-    return begin, end, full_begin, full_end
+    low, n_full, n_border = split(begin, end, full_begin, full_end, BLOCK, BORDER)
+    return begin, end, low, n_full, n_border
 
 
 @triton.jit
-def inner_tiles(begin, end, full_begin, full_end, BLOCK: tl.constexpr):
-    """Return the full tiles of a range as a range, and how many others it has.
+def split(begin, end, full_begin, full_end, BLOCK: tl.constexpr, BORDER: tl.constexpr):
+    """Split a range into full tiles, which need no mask, and smaller ones at its borders.
 
-    Tiles are counted from ``begin``. Full ones lie in ``full_begin .. full_end`` and need no mask.
+    Return where the full tiles begin and the number of both. Tiles are counted from ``begin``; full
+    ones lie in ``full_begin .. full_end``.
     """
     end = tl.maximum(begin, end)
-    n_left = tl.cdiv(tl.minimum(tl.maximum(full_begin, begin), end) - begin, BLOCK)
-    low = begin + n_left * BLOCK
+    n_left = tl.cdiv(tl.minimum(tl.maximum(full_begin, begin), end) - begin, BORDER)
+    low = begin + n_left * BORDER
     n_full = tl.maximum(tl.minimum(full_end, end) - low, 0) // BLOCK
-    high = low + n_full * BLOCK
-    return low, high, n_left + tl.cdiv(tl.maximum(end - high, 0), BLOCK)
+    return low, n_full, n_left + tl.cdiv(tl.maximum(end - low - n_full * BLOCK, 0), BORDER)
 
 
 @triton.jit
-def border_tile(i, begin, low, high, BLOCK: tl.constexpr):
-    """Return where the i-th tile that is not full begins."""
-    tile = begin + i * BLOCK
-    return tl.where(tile < low, tile, tile + (high - low))
+def border_tile(i, begin, low, n_full, BLOCK: tl.constexpr, BORDER: tl.constexpr):
+    """Return where the i-th tile at the borders begins."""
+    start = begin + i * BORDER
+    return tl.where(start < low, start, start + n_full * BLOCK)
 
 
 @triton.jit
-def load_tile(
-    p_x, b_offset, m_row, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
-):
+def load_tile(p_x, b_offset, m_row, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
     """Return rows at some offsets, zero in channels from D on and where a mask says so."""
     o_d = tl.arange(0, BLOCK_D)
     p_x = p_x + b_offset[:, None] + o_d[None, :]
@@ -135,15 +143,10 @@ def store_tile(p_x, b_offset, m_row, b_x, D: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @triton.jit
-def is_finite(b_x):
-    """Mark numbers that are neither infinite nor NaN."""
-    return tl.abs(b_x.to(tl.float32)) < float("inf")
-
-
-@triton.jit
-def finite(b_x):
-    """Replace what is not finite by zero: a weight of zero would not hide it."""
-    return tl.where(is_finite(b_x), b_x, 0.0)
+def is_bad_row(b_x):
+    """Mark rows that hold a number that is not finite, which a weight of zero would not hide."""
+    b_finite = tl.abs(b_x.to(tl.float32)) < float("inf")
+    return tl.max(tl.where(b_finite, 0, 1), 1) > 0
 
 
 @triton.jit

@@ -30,6 +30,7 @@ class Tiles(NamedTuple):
 
     block_m: int  #: rows of a tile: queries times the query heads of a KV head
     block_n: int  #: keys of a tile
+    border: int  #: keys, in "keys" rows, of a tile that needs a mask
     num_warps: int
     num_stages: int
 
@@ -39,7 +40,7 @@ def tiles(kernel: str, arch: int, width: int, dtype: torch.dtype) -> Tiles:
 
     ``width`` is the larger one of the head dims, rounded up to a power of two.
     """
-    return Tiles(64, 32, 4, 2)
+    return Tiles(64, 32, 16, 4, 2)
 
 
 def constants(
@@ -54,6 +55,7 @@ def constants(
         "D_V": D_V,
         "BLOCK_M": chosen.block_m,
         "BLOCK_N": chosen.block_n,
+        "BORDER": chosen.border,
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
         "PRECISION": precision(dtype),

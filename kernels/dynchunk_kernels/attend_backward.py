@@ -13,18 +13,19 @@ import triton.language as tl
 from dynchunk_kernels._attention import (
     LOG2_E,
     border_tile,
-    bounds,
     dot,
-    entry_counts,
-    finite,
+    entry_runs,
     first_at_least,
-    inner_tiles,
+    is_bad_row,
     load_tile,
     locate,
     narrow,
     raw_runs,
+    rows_from,
     span,
+    split,
     store_tile,
+    tile_runs,
 )
 
 
@@ -70,16 +71,17 @@ def _add_key_tile(
     b_grad,
     b_lse,
     b_shift,
-    b_low,
-    b_high,
     p_k,
     p_v,
     p_bias,
     stride_k,
     stride_v,
     stride_bias,
+    b_low,
+    b_high,
     start,
     end,
+    bias_end,
     scale,
     D: tl.constexpr,
     D_V: tl.constexpr,
@@ -102,61 +104,18 @@ def _add_key_tile(
         b_v = load_tile(p_v + row * stride_v, o_n * stride_v, m_n, D_V, BLOCK_V, MASKED)
     b_logit = dot(b_q, tl.trans(b_k), None, PRECISION) * (scale * LOG2_E)
     if HAS_BIAS:
-        b_bias = tl.load(p_bias + row * stride_bias + o_n * stride_bias, mask=m_n, other=0.0)
+        p_b = p_bias + row * stride_bias + o_n * stride_bias
+        b_bias = tl.load(p_b, mask=start + o_n < bias_end, other=0.0)
         b_logit += (b_bias.to(tl.float32) * LOG2_E)[None, :]
     b_p = tl.exp2(b_logit - b_lse[:, None])
-    b_dp = dot(b_grad, tl.trans(b_v), None, PRECISION)
-    b_ds = b_p * (b_dp + b_shift[:, None])
+    b_ds = b_p * (dot(b_grad, tl.trans(b_v), None, PRECISION) + b_shift[:, None])
     if MASKED:
         b_n = (start + o_n)[None, :]
-        b_ds = tl.where((b_n >= b_low[:, None]) & (b_n < b_high[:, None]), b_ds, 0.0)
-        b_k = finite(b_k)
+        m_read = (b_n >= b_low[:, None]) & (b_n < b_high[:, None])
+        is_bad = is_bad_row(b_k)
+        b_ds = tl.where(m_read, tl.where(is_bad[None, :], float("nan"), b_ds), 0.0)
+        b_k = tl.where(is_bad[:, None], 0.0, b_k)
     return dot(narrow(b_ds, b_k.dtype), b_k, b_dq, PRECISION)
-
-
-@triton.jit
-def _add_keys(
-    b_dq,
-    b_q,
-    b_grad,
-    b_lse,
-    b_shift,
-    b_low,
-    b_high,
-    m_row,
-    p_k,
-    p_v,
-    p_bias,
-    stride_k,
-    stride_v,
-    stride_bias,
-    scale,
-    D: tl.constexpr,
-    D_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SHARED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add what the keys ``b_low .. b_high - 1`` of each row give to its gradient."""
-    begin, end, full_begin, full_end = bounds(b_low, b_high, m_row)
-    low, high, n_border = inner_tiles(begin, end, full_begin, full_end, BLOCK_N)
-    for start in range(low, high, BLOCK_N):
-        b_dq = _add_key_tile(
-            b_dq, b_q, b_grad, b_lse, b_shift, b_low, b_high, p_k, p_v, p_bias,
-            stride_k, stride_v, stride_bias, start, end, scale,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION, False,
-        )  # fmt: skip
-    for i in range(n_border):
-        start = border_tile(i, begin, low, high, BLOCK_N)
-        b_dq = _add_key_tile(
-            b_dq, b_q, b_grad, b_lse, b_shift, b_low, b_high, p_k, p_v, p_bias,
-            stride_k, stride_v, stride_bias, start, end, scale,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION, True,
-        )  # fmt: skip
-    return b_dq
 
 
 @triton.jit(do_not_specialize=["S", "B", "G", "H_KV"])
@@ -200,6 +159,7 @@ def queries_kernel(
     D_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BORDER: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -216,38 +176,72 @@ def queries_kernel(
         return
     begin_k, n_k = span(p_cu_k, b)
     begin_e, n_e = span(p_cu_entries + view * (B + 1), b)
+    first_query, b_query, b_head = rows_from(first, R, BLOCK_M)
+    m_row = first_query + b_query < n_q
+    query = begin_q + first_query
 
-    b_row = first + tl.arange(0, BLOCK_M)
-    m_row = b_row < n_q * R
-    b_query, b_head = begin_q + b_row // R, head * R + b_row % R
-    b_offset = b_query * (H_KV * R) + b_head
+    p_q += query * stride_q_s + head * R * stride_q_h
     b_q = load_tile(p_q, b_query * stride_q_s + b_head * stride_q_h, m_row, D, BLOCK_D, True)
-    b_grad = load_tile(
-        p_grad, b_query * stride_grad_s + b_head * stride_grad_h, m_row, D_V, BLOCK_V, True
-    )
-    b_lse = _load_log_sum(p_lse, b_offset, m_row)
-    b_shift = tl.load(p_shift + b_offset, mask=m_row, other=0.0)
+    p_grad += query * stride_grad_s + head * R * stride_grad_h
+    b_offset = b_query * stride_grad_s + b_head * stride_grad_h
+    b_grad = load_tile(p_grad, b_offset, m_row, D_V, BLOCK_V, True)
+    row, b_row = query * (H_KV * R) + head * R, b_query * (H_KV * R) + b_head
+    b_lse = _load_log_sum(p_lse + row, b_row, m_row)
+    b_shift = tl.load(p_shift + row + b_row, mask=m_row, other=0.0)
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    b_seen = entry_counts(p_n_visible + view * S, b_query, m_row, n_e)
-    b_dq = _add_keys(
-        b_dq, b_q, b_grad, b_lse, b_shift, b_seen * 0, b_seen, m_row,
-        p_entry_k + begin_e * stride_entry_k_n + own * stride_entry_k_h,
-        p_entry_v + begin_e * stride_entry_v_n + own * stride_entry_v_h,
-        p_bias + begin_e * stride_bias_n + own * stride_bias_h,
-        stride_entry_k_n, stride_entry_v_n, stride_bias_n, scale,
-        D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION,
-    )  # fmt: skip
-    b_low, b_high = raw_runs(p_raw_start + view * S, b_query, m_row, begin_q, n_q, begin_k, n_k)
-    b_dq = _add_keys(
-        b_dq, b_q, b_grad, b_lse, b_shift, b_low, b_high, m_row,
-        p_k + begin_k * stride_k_t + head * stride_k_h,
-        p_v + begin_k * stride_v_t + head * stride_v_h,
-        p_bias,
-        stride_k_t, stride_v_t, 0, scale,
-        D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, False, SHARED, PRECISION,
-    )  # fmt: skip
-    store_tile(p_dq, b_offset * D, m_row, b_dq * scale, D, BLOCK_D)
+    p_entry_k += begin_e * stride_entry_k_n + own * stride_entry_k_h
+    p_entry_v += begin_e * stride_entry_v_n + own * stride_entry_v_h
+    p_bias += begin_e * stride_bias_n + own * stride_bias_h
+    p_k += begin_k * stride_k_t + head * stride_k_h
+    p_v += begin_k * stride_v_t + head * stride_v_h
+    b_seen = entry_runs(p_n_visible + view * S + query, b_query, m_row, n_e)
+    own_token = first_query + n_k - n_q
+    b_low, b_high = raw_runs(p_raw_start + view * S + query, b_query, m_row, begin_k, own_token)
+    begin_e, end_e, low_e, full_e, border_e = tile_runs(b_seen * 0, b_seen, m_row, BLOCK_N, BORDER)
+    begin_r, end_r, low_r, full_r, border_r = tile_runs(b_low, b_high, m_row, BLOCK_N, BORDER)
+    for i in range(full_e + full_r):
+        is_entry = i < full_e
+        b_dq = _add_key_tile(
+            b_dq, b_q, b_grad, b_lse, b_shift,
+            tl.where(is_entry, p_entry_k, p_k),
+            tl.where(is_entry, p_entry_v, p_v),
+            p_bias,
+            tl.where(is_entry, stride_entry_k_n, stride_k_t),
+            tl.where(is_entry, stride_entry_v_n, stride_v_t),
+            stride_bias_n,
+            b_low,
+            b_high,
+            tl.where(is_entry, low_e, low_r - full_e * BLOCK_N) + i * BLOCK_N,
+            tl.where(is_entry, end_e, end_r),
+            tl.where(is_entry, end_e, 0),
+            scale,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION, False,
+        )  # fmt: skip
+    for i in range(border_e + border_r):
+        is_entry = i < border_e
+        b_dq = _add_key_tile(
+            b_dq, b_q, b_grad, b_lse, b_shift,
+            tl.where(is_entry, p_entry_k, p_k),
+            tl.where(is_entry, p_entry_v, p_v),
+            p_bias,
+            tl.where(is_entry, stride_entry_k_n, stride_k_t),
+            tl.where(is_entry, stride_entry_v_n, stride_v_t),
+            stride_bias_n,
+            tl.where(is_entry, 0, b_low),
+            tl.where(is_entry, b_seen, b_high),
+            tl.where(
+                is_entry,
+                border_tile(i, begin_e, low_e, full_e, BLOCK_N, BORDER),
+                border_tile(i - border_e, begin_r, low_r, full_r, BLOCK_N, BORDER),
+            ),
+            tl.where(is_entry, end_e, end_r),
+            tl.where(is_entry, end_e, 0),
+            scale,
+            D, D_V, BORDER, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION, True,
+        )  # fmt: skip
+
+    store_tile(p_dq + row * D, b_row * D, m_row, b_dq * scale, D, BLOCK_D)
 
 
 @triton.jit
@@ -289,17 +283,16 @@ def _add_row_tile(
     MASKED: tl.constexpr,
 ):
     """Add what the rows from ``start`` on give to the keys' gradients."""
-    b_row = start + tl.arange(0, BLOCK_M)
-    m_row = b_row < end
-    b_query, b_head = begin_q + b_row // R, b_row % R
-    b_q = load_tile(
-        p_q, b_query * stride_q_s + b_head * stride_q_h, m_row, D, BLOCK_D, MASKED
-    )
-    b_grad = load_tile(
-        p_grad, b_query * stride_grad_s + b_head * stride_grad_h, m_row, D_V, BLOCK_V, MASKED
-    )
-    b_lse = _load_log_sum(p_lse, b_query * n_heads + b_head, m_row)
-    b_shift = tl.load(p_shift + b_query * n_heads + b_head, mask=m_row, other=0.0)
+    first_query, b_query, b_head = rows_from(start, R, BLOCK_M)
+    m_row = start + tl.arange(0, BLOCK_M) < end
+    query = begin_q + first_query
+    b_offset = b_query * stride_q_s + b_head * stride_q_h
+    b_q = load_tile(p_q + query * stride_q_s, b_offset, m_row, D, BLOCK_D, MASKED)
+    b_offset = b_query * stride_grad_s + b_head * stride_grad_h
+    b_grad = load_tile(p_grad + query * stride_grad_s, b_offset, m_row, D_V, BLOCK_V, MASKED)
+    row, b_row = query * n_heads, b_query * n_heads + b_head
+    b_lse = _load_log_sum(p_lse + row, b_row, m_row)
+    b_shift = tl.load(p_shift + row + b_row, mask=m_row, other=0.0)
     b_logit = dot(b_k, tl.trans(b_q), None, PRECISION) * (scale * LOG2_E)
     if HAS_BIAS:
         b_logit += b_bias[:, None]
@@ -307,12 +300,15 @@ def _add_row_tile(
     b_ds = b_p * (dot(b_v, tl.trans(b_grad), None, PRECISION) + b_shift[None, :])
     if MASKED:
         if ENTRIES:
-            m_read = b_key[:, None] < entry_counts(p_run, b_query, m_row, n_k)[None, :]
+            m_read = b_key[:, None] < entry_runs(p_run + query, b_query, m_row, n_k)[None, :]
         else:
-            b_low, b_high = raw_runs(p_run, b_query, m_row, begin_q, n_q, begin_k, n_k)
+            own_token = first_query + n_k - n_q
+            b_low, b_high = raw_runs(p_run + query, b_query, m_row, begin_k, own_token)
             m_read = (b_key[:, None] >= b_low[None, :]) & (b_key[:, None] < b_high[None, :])
-        b_p, b_ds = tl.where(m_read, b_p, 0.0), tl.where(m_read, b_ds, 0.0)
-        b_q = finite(b_q)
+        is_bad = is_bad_row(b_q)
+        b_p = tl.where(m_read, b_p, 0.0)
+        b_ds = tl.where(m_read, tl.where(is_bad[None, :], float("nan"), b_ds), 0.0)
+        b_q = tl.where(is_bad[:, None], 0.0, b_q)
     if HAS_BIAS:
         b_dbias += tl.sum(b_ds, 1)
     b_ds = narrow(b_ds * scale, b_q.dtype)
@@ -361,6 +357,7 @@ def keys_kernel(
     D_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BORDER: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -401,7 +398,7 @@ def keys_kernel(
     n_rows = tl.cdiv(n_tiles, tl.num_programs(2)) * BLOCK_M
     begin_row = begin * R + tl.program_id(2) * n_rows
     end_row = tl.minimum(begin_row + n_rows, end * R)
-    low, high, n_border = inner_tiles(begin_row, end_row, full_begin * R, full_end * R, BLOCK_M)
+    low, n_full, n_border = split(begin_row, end_row, full_begin * R, full_end * R, BLOCK_M, BORDER)
 
     b_key = first + tl.arange(0, BLOCK_N)
     m_key = b_key < n_k
@@ -423,20 +420,20 @@ def keys_kernel(
     p_grad += head * R * stride_grad_h
     p_lse += head * R
     p_shift += head * R
-    for start in range(low, high, BLOCK_M):
+    for i in range(n_full):
         b_dk, b_dv, b_dbias = _add_row_tile(
             b_dk, b_dv, b_dbias, b_k, b_v, b_bias, b_key, p_q, p_grad, p_lse, p_shift, p_run,
             stride_q_s, stride_q_h, stride_grad_s, stride_grad_h,
-            start, end_row, begin_q, n_q, begin_k, n_k, H_KV * R, scale,
+            low + i * BLOCK_M, end_row, begin_q, n_q, begin_k, n_k, H_KV * R, scale,
             R, D, D_V, BLOCK_M, BLOCK_D, BLOCK_V, ENTRIES, HAS_BIAS, SHARED, PRECISION, False,
         )  # fmt: skip
     for i in range(n_border):
-        start = border_tile(i, begin_row, low, high, BLOCK_M)
+        start = border_tile(i, begin_row, low, n_full, BLOCK_M, BORDER)
         b_dk, b_dv, b_dbias = _add_row_tile(
             b_dk, b_dv, b_dbias, b_k, b_v, b_bias, b_key, p_q, p_grad, p_lse, p_shift, p_run,
             stride_q_s, stride_q_h, stride_grad_s, stride_grad_h,
             start, end_row, begin_q, n_q, begin_k, n_k, H_KV * R, scale,
-            R, D, D_V, BLOCK_M, BLOCK_D, BLOCK_V, ENTRIES, HAS_BIAS, SHARED, PRECISION, True,
+            R, D, D_V, BORDER, BLOCK_D, BLOCK_V, ENTRIES, HAS_BIAS, SHARED, PRECISION, True,
         )  # fmt: skip
 
     b_offset = (tl.program_id(2).to(tl.int64) * N + b_n) * n_kv + own

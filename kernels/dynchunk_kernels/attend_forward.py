@@ -9,17 +9,17 @@ from dynchunk_kernels._attention import (
     LN_2,
     LOG2_E,
     border_tile,
-    bounds,
     dot,
-    entry_counts,
-    inner_tiles,
-    is_finite,
+    entry_runs,
+    is_bad_row,
     load_tile,
     locate,
     narrow,
     raw_runs,
+    rows_from,
     span,
     store_tile,
+    tile_runs,
 )
 
 
@@ -29,16 +29,17 @@ def _add_tile(
     b_max,
     b_sum,
     b_q,
-    b_low,
-    b_high,
     p_k,
     p_v,
     p_bias,
     stride_k,
     stride_v,
     stride_bias,
+    b_low,
+    b_high,
     start,
     end,
+    bias_end,
     scale,
     D: tl.constexpr,
     D_V: tl.constexpr,
@@ -57,7 +58,8 @@ def _add_tile(
     b_k = load_tile(p_k + row * stride_k, o_n * stride_k, m_n, D, BLOCK_D, MASKED)
     b_logit = dot(b_q, tl.trans(b_k), None, PRECISION) * (scale * LOG2_E)
     if HAS_BIAS:
-        b_bias = tl.load(p_bias + row * stride_bias + o_n * stride_bias, mask=m_n, other=0.0)
+        p_b = p_bias + row * stride_bias + o_n * stride_bias
+        b_bias = tl.load(p_b, mask=start + o_n < bias_end, other=0.0)
         b_logit += (b_bias.to(tl.float32) * LOG2_E)[None, :]
     if MASKED:
         b_n = (start + o_n)[None, :]
@@ -73,57 +75,12 @@ def _add_tile(
     else:
         b_v = load_tile(p_v + row * stride_v, o_n * stride_v, m_n, D_V, BLOCK_V, MASKED)
     if MASKED:  # a value that is not finite reaches the rows that read it, and no other
-        m_value = is_finite(b_v)
-        is_bad = tl.max(tl.where(m_value, 0, 1), 1) > 0
+        is_bad = is_bad_row(b_v)
         b_p = tl.where(m_read & is_bad[None, :], float("nan"), b_p)
-        b_v = tl.where(m_value, b_v, 0.0)
+        b_v = tl.where(is_bad[:, None], 0.0, b_v)
     b_acc = b_acc * b_decay[:, None]
     b_acc = dot(narrow(b_p, b_v.dtype), b_v, b_acc, PRECISION)
     return b_acc, b_new, b_sum
-
-
-@triton.jit
-def _add_keys(
-    b_acc,
-    b_max,
-    b_sum,
-    b_q,
-    b_low,
-    b_high,
-    m_row,
-    p_k,
-    p_v,
-    p_bias,
-    stride_k,
-    stride_v,
-    stride_bias,
-    scale,
-    D: tl.constexpr,
-    D_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SHARED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add the keys ``b_low .. b_high - 1`` of each row to its softmax."""
-    begin, end, full_begin, full_end = bounds(b_low, b_high, m_row)
-    low, high, n_border = inner_tiles(begin, end, full_begin, full_end, BLOCK_N)
-    for start in range(low, high, BLOCK_N):
-        b_acc, b_max, b_sum = _add_tile(
-            b_acc, b_max, b_sum, b_q, b_low, b_high, p_k, p_v, p_bias,
-            stride_k, stride_v, stride_bias, start, end, scale,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION, False,
-        )  # fmt: skip
-    for i in range(n_border):
-        start = border_tile(i, begin, low, high, BLOCK_N)
-        b_acc, b_max, b_sum = _add_tile(
-            b_acc, b_max, b_sum, b_q, b_low, b_high, p_k, p_v, p_bias,
-            stride_k, stride_v, stride_bias, start, end, scale,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION, True,
-        )  # fmt: skip
-    return b_acc, b_max, b_sum
 
 
 @triton.jit(do_not_specialize=["S", "B", "G", "H_KV"])
@@ -164,6 +121,7 @@ def forward_kernel(
     D_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BORDER: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -181,39 +139,72 @@ def forward_kernel(
         return
     begin_k, n_k = span(p_cu_k, b)
     begin_e, n_e = span(p_cu_entries + view * (B + 1), b)
+    first_query, b_query, b_head = rows_from(first, R, BLOCK_M)
+    m_row = first_query + b_query < n_q
+    query = begin_q + first_query
 
-    b_row = first + tl.arange(0, BLOCK_M)
-    m_row = b_row < n_q * R
-    b_query, b_head = begin_q + b_row // R, head * R + b_row % R
+    p_q += query * stride_q_s + head * R * stride_q_h
     b_q = load_tile(p_q, b_query * stride_q_s + b_head * stride_q_h, m_row, D, BLOCK_D, True)
     b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     if HAS_SINK:
-        b_max = tl.load(p_sink + b_head).to(tl.float32) * LOG2_E
+        b_max = tl.load(p_sink + head * R + b_head).to(tl.float32) * LOG2_E
         b_sum = tl.where(b_max == float("-inf"), 0.0, 1.0)
     else:
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
 
-    b_seen = entry_counts(p_n_visible + view * S, b_query, m_row, n_e)
-    b_acc, b_max, b_sum = _add_keys(
-        b_acc, b_max, b_sum, b_q, b_seen * 0, b_seen, m_row,
-        p_entry_k + begin_e * stride_entry_k_n + own * stride_entry_k_h,
-        p_entry_v + begin_e * stride_entry_v_n + own * stride_entry_v_h,
-        p_bias + begin_e * stride_bias_n + own * stride_bias_h,
-        stride_entry_k_n, stride_entry_v_n, stride_bias_n, scale,
-        D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION,
-    )  # fmt: skip
-    b_low, b_high = raw_runs(p_raw_start + view * S, b_query, m_row, begin_q, n_q, begin_k, n_k)
-    b_acc, b_max, b_sum = _add_keys(
-        b_acc, b_max, b_sum, b_q, b_low, b_high, m_row,
-        p_k + begin_k * stride_k_t + head * stride_k_h,
-        p_v + begin_k * stride_v_t + head * stride_v_h,
-        p_bias,
-        stride_k_t, stride_v_t, 0, scale,
-        D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, False, SHARED, PRECISION,
-    )  # fmt: skip
+    p_entry_k += begin_e * stride_entry_k_n + own * stride_entry_k_h
+    p_entry_v += begin_e * stride_entry_v_n + own * stride_entry_v_h
+    p_bias += begin_e * stride_bias_n + own * stride_bias_h
+    p_k += begin_k * stride_k_t + head * stride_k_h
+    p_v += begin_k * stride_v_t + head * stride_v_h
+    b_seen = entry_runs(p_n_visible + view * S + query, b_query, m_row, n_e)
+    own_token = first_query + n_k - n_q
+    b_low, b_high = raw_runs(p_raw_start + view * S + query, b_query, m_row, begin_k, own_token)
+    begin_e, end_e, low_e, full_e, border_e = tile_runs(b_seen * 0, b_seen, m_row, BLOCK_N, BORDER)
+    begin_r, end_r, low_r, full_r, border_r = tile_runs(b_low, b_high, m_row, BLOCK_N, BORDER)
+    for i in range(full_e + full_r):
+        is_entry = i < full_e
+        b_acc, b_max, b_sum = _add_tile(
+            b_acc, b_max, b_sum, b_q,
+            tl.where(is_entry, p_entry_k, p_k),
+            tl.where(is_entry, p_entry_v, p_v),
+            p_bias,
+            tl.where(is_entry, stride_entry_k_n, stride_k_t),
+            tl.where(is_entry, stride_entry_v_n, stride_v_t),
+            stride_bias_n,
+            b_low,
+            b_high,
+            tl.where(is_entry, low_e, low_r - full_e * BLOCK_N) + i * BLOCK_N,
+            tl.where(is_entry, end_e, end_r),
+            tl.where(is_entry, end_e, 0),
+            scale,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION, False,
+        )  # fmt: skip
+    for i in range(border_e + border_r):
+        is_entry = i < border_e
+        b_acc, b_max, b_sum = _add_tile(
+            b_acc, b_max, b_sum, b_q,
+            tl.where(is_entry, p_entry_k, p_k),
+            tl.where(is_entry, p_entry_v, p_v),
+            p_bias,
+            tl.where(is_entry, stride_entry_k_n, stride_k_t),
+            tl.where(is_entry, stride_entry_v_n, stride_v_t),
+            stride_bias_n,
+            tl.where(is_entry, 0, b_low),
+            tl.where(is_entry, b_seen, b_high),
+            tl.where(
+                is_entry,
+                border_tile(i, begin_e, low_e, full_e, BLOCK_N, BORDER),
+                border_tile(i - border_e, begin_r, low_r, full_r, BLOCK_N, BORDER),
+            ),
+            tl.where(is_entry, end_e, end_r),
+            tl.where(is_entry, end_e, 0),
+            scale,
+            D, D_V, BORDER, BLOCK_D, BLOCK_V, HAS_BIAS, SHARED, PRECISION, True,
+        )  # fmt: skip
 
-    b_offset = b_query * (H_KV * R) + b_head
     b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
-    store_tile(p_out, b_offset * D_V, m_row, b_out, D_V, BLOCK_V)
-    tl.store(p_lse + b_offset, (b_max + tl.log2(b_sum)) * LN_2, mask=m_row)
+    row, b_row = query * (H_KV * R) + head * R, b_query * (H_KV * R) + b_head
+    store_tile(p_out + row * D_V, b_row * D_V, m_row, b_out, D_V, BLOCK_V)
+    tl.store(p_lse + row + b_row, (b_max + tl.log2(b_sum)) * LN_2, mask=m_row)
