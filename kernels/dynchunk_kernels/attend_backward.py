@@ -252,7 +252,6 @@ def _add_row_tile(
     b_k,
     b_v,
     b_bias,
-    b_key,
     p_q,
     p_grad,
     p_lse,
@@ -262,18 +261,18 @@ def _add_row_tile(
     stride_q_h,
     stride_grad_s,
     stride_grad_h,
+    n_heads,
     start,
     end,
-    begin_q,
-    n_q,
+    first_key,
     begin_k,
-    n_k,
-    n_heads,
+    n_before,
     scale,
     R: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -282,29 +281,34 @@ def _add_row_tile(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add what the rows from ``start`` on give to the keys' gradients."""
+    """Add what the rows from ``start`` on give to the keys' gradients.
+
+    Pointers are those of the sequence's first query. Its token comes ``n_before`` after the first.
+    """
     first_query, b_query, b_head = rows_from(start, R, BLOCK_M)
     m_row = start + tl.arange(0, BLOCK_M) < end
-    query = begin_q + first_query
+    query = tl.cast(first_query, tl.int64)
     b_offset = b_query * stride_q_s + b_head * stride_q_h
     b_q = load_tile(p_q + query * stride_q_s, b_offset, m_row, D, BLOCK_D, MASKED)
     b_offset = b_query * stride_grad_s + b_head * stride_grad_h
     b_grad = load_tile(p_grad + query * stride_grad_s, b_offset, m_row, D_V, BLOCK_V, MASKED)
-    row, b_row = query * n_heads, b_query * n_heads + b_head
-    b_lse = _load_log_sum(p_lse + row, b_row, m_row)
-    b_shift = tl.load(p_shift + row + b_row, mask=m_row, other=0.0)
+    b_row = b_query * n_heads + b_head
+    b_lse = _load_log_sum(p_lse + query * n_heads, b_row, m_row)
+    b_shift = tl.load(p_shift + query * n_heads + b_row, mask=m_row, other=0.0)
     b_logit = dot(b_k, tl.trans(b_q), None, PRECISION) * (scale * LOG2_E)
     if HAS_BIAS:
         b_logit += b_bias[:, None]
     b_p = tl.exp2(b_logit - b_lse[None, :])
     b_ds = b_p * (dot(b_v, tl.trans(b_grad), None, PRECISION) + b_shift[None, :])
     if MASKED:
+        b_key = first_key + tl.arange(0, BLOCK_N)[:, None]
+        b_run = tl.load(p_run + query + b_query, mask=m_row, other=0)
         if ENTRIES:
-            m_read = b_key[:, None] < entry_runs(p_run + query, b_query, m_row, n_k)[None, :]
+            m_read = b_key < b_run.to(tl.int32)[None, :]
         else:
-            own_token = first_query + n_k - n_q
-            b_low, b_high = raw_runs(p_run + query, b_query, m_row, begin_k, own_token)
-            m_read = (b_key[:, None] >= b_low[None, :]) & (b_key[:, None] < b_high[None, :])
+            b_own = n_before + first_query + b_query
+            m_read = (b_key >= (b_run - begin_k).to(tl.int32)[None, :]) & (b_key <= b_own[None, :])
+            m_read &= m_row[None, :]
         is_bad = is_bad_row(b_q)
         b_p = tl.where(m_read, b_p, 0.0)
         b_ds = tl.where(m_read, tl.where(is_bad[None, :], float("nan"), b_ds), 0.0)
@@ -384,15 +388,15 @@ def keys_kernel(
     last = tl.minimum(first + BLOCK_N, n_k) - 1
 
     # The queries that read some key of the tile, and those that read all of them.
+    p_run += begin_q
+    n_before = n_k - n_q
     if ENTRIES:
-        begin = first_at_least(p_run + begin_q, n_q, first + 1)
-        full_begin = first_at_least(p_run + begin_q, n_q, last + 1)
-        end, full_end = n_q, n_q
+        begin, end = first_at_least(p_run, n_q, first + 1), n_q
+        full_begin, full_end = first_at_least(p_run, n_q, last + 1), n_q
     else:
-        begin = tl.maximum(first - (n_k - n_q), 0)
-        full_begin = tl.maximum(last - (n_k - n_q), 0)
-        end = first_at_least(p_run + begin_q, n_q, begin_k + last + 1)
-        full_end = first_at_least(p_run + begin_q, n_q, begin_k + first + 1)
+        begin, end = first - n_before, first_at_least(p_run, n_q, begin_k + last + 1)
+        full_begin, full_end = last - n_before, first_at_least(p_run, n_q, begin_k + first + 1)
+        begin = tl.maximum(begin, 0)
     # This program's share of their rows.
     n_tiles = tl.cdiv(tl.maximum(end - begin, 0) * R, BLOCK_M)
     n_rows = tl.cdiv(n_tiles, tl.num_programs(2)) * BLOCK_M
@@ -400,45 +404,51 @@ def keys_kernel(
     end_row = tl.minimum(begin_row + n_rows, end * R)
     low, n_full, n_border = split(begin_row, end_row, full_begin * R, full_end * R, BLOCK_M, BORDER)
 
-    b_key = first + tl.arange(0, BLOCK_N)
-    m_key = b_key < n_k
-    b_n = begin_k + b_key
-    b_k = load_tile(p_k + own * stride_k_h, b_n * stride_k_n, m_key, D, BLOCK_D, True)
+    o_n = tl.arange(0, BLOCK_N)
+    m_key = first + o_n < n_k
+    key = begin_k + first
+    p_k += key * stride_k_n + own * stride_k_h
+    b_k = load_tile(p_k, o_n * stride_k_n, m_key, D, BLOCK_D, True)
     if SHARED:
         b_v = b_k
     else:
-        b_v = load_tile(p_v + own * stride_v_h, b_n * stride_v_n, m_key, D_V, BLOCK_V, True)
+        p_v += key * stride_v_n + own * stride_v_h
+        b_v = load_tile(p_v, o_n * stride_v_n, m_key, D_V, BLOCK_V, True)
     b_bias = tl.zeros([BLOCK_N], tl.float32)
     if HAS_BIAS:
-        p_b = p_bias + own * stride_bias_h + b_n * stride_bias_n
-        b_bias += tl.load(p_b, mask=m_key, other=0.0).to(tl.float32) * LOG2_E
+        p_bias += key * stride_bias_n + own * stride_bias_h
+        p_bias += o_n * stride_bias_n
+        b_bias += tl.load(p_bias, mask=m_key, other=0.0).to(tl.float32) * LOG2_E
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_dv = tl.zeros([BLOCK_N, 1 if SHARED else BLOCK_V], tl.float32)
     b_dbias = tl.zeros([BLOCK_N], tl.float32)
 
-    p_q += head * R * stride_q_h
-    p_grad += head * R * stride_grad_h
-    p_lse += head * R
-    p_shift += head * R
+    p_q += begin_q * stride_q_s + head * R * stride_q_h
+    p_grad += begin_q * stride_grad_s + head * R * stride_grad_h
+    n_heads = H_KV * R
+    p_lse += begin_q * n_heads + head * R
+    p_shift += begin_q * n_heads + head * R
     for i in range(n_full):
         b_dk, b_dv, b_dbias = _add_row_tile(
-            b_dk, b_dv, b_dbias, b_k, b_v, b_bias, b_key, p_q, p_grad, p_lse, p_shift, p_run,
-            stride_q_s, stride_q_h, stride_grad_s, stride_grad_h,
-            low + i * BLOCK_M, end_row, begin_q, n_q, begin_k, n_k, H_KV * R, scale,
-            R, D, D_V, BLOCK_M, BLOCK_D, BLOCK_V, ENTRIES, HAS_BIAS, SHARED, PRECISION, False,
+            b_dk, b_dv, b_dbias, b_k, b_v, b_bias, p_q, p_grad, p_lse, p_shift, p_run,
+            stride_q_s, stride_q_h, stride_grad_s, stride_grad_h, n_heads,
+            low + i * BLOCK_M, end_row, first, begin_k, n_before, scale,
+            R, D, D_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+            ENTRIES, HAS_BIAS, SHARED, PRECISION, False,
         )  # fmt: skip
     for i in range(n_border):
-        start = border_tile(i, begin_row, low, n_full, BLOCK_M, BORDER)
         b_dk, b_dv, b_dbias = _add_row_tile(
-            b_dk, b_dv, b_dbias, b_k, b_v, b_bias, b_key, p_q, p_grad, p_lse, p_shift, p_run,
-            stride_q_s, stride_q_h, stride_grad_s, stride_grad_h,
-            start, end_row, begin_q, n_q, begin_k, n_k, H_KV * R, scale,
-            R, D, D_V, BORDER, BLOCK_D, BLOCK_V, ENTRIES, HAS_BIAS, SHARED, PRECISION, True,
+            b_dk, b_dv, b_dbias, b_k, b_v, b_bias, p_q, p_grad, p_lse, p_shift, p_run,
+            stride_q_s, stride_q_h, stride_grad_s, stride_grad_h, n_heads,
+            border_tile(i, begin_row, low, n_full, BLOCK_M, BORDER),
+            end_row, first, begin_k, n_before, scale,
+            R, D, D_V, BORDER, BLOCK_N, BLOCK_D, BLOCK_V,
+            ENTRIES, HAS_BIAS, SHARED, PRECISION, True,
         )  # fmt: skip
 
-    b_offset = (tl.program_id(2).to(tl.int64) * N + b_n) * n_kv + own
-    store_tile(p_dk, b_offset * D, m_key, b_dk, D, BLOCK_D)
+    row = (tl.program_id(2).to(tl.int64) * N + key) * n_kv + own
+    store_tile(p_dk + row * D, o_n * (n_kv * D), m_key, b_dk, D, BLOCK_D)
     if not SHARED:
-        store_tile(p_dv, b_offset * D_V, m_key, b_dv, D_V, BLOCK_V)
+        store_tile(p_dv + row * D_V, o_n * (n_kv * D_V), m_key, b_dv, D_V, BLOCK_V)
     if HAS_BIAS:
-        tl.store(p_dbias + b_offset, b_dbias.to(p_dbias.dtype.element_ty), mask=m_key)
+        tl.store(p_dbias + row + o_n * n_kv, b_dbias, mask=m_key)
