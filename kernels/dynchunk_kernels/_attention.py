@@ -4,6 +4,9 @@ A row is a query with one of the R query heads that share a KV head: row r of a 
 query r // R with head r % R of the group. So tensor cores are full with few queries, and a tile
 has few queries, which read nearly the same keys.
 
+What decides where a kernel stores is loaded in the kernel itself, not in a function: torch.compile
+would take what a function loads from for something that the kernel changes.
+
 A row reads one run of entries and one run of raw tokens, both counted from the start of its
 sequence. From one query of a sequence to the next, no end of a run moves back.
 """
@@ -16,36 +19,19 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 _FAR = tl.constexpr(2**31 - 1)
-_WAYS = tl.constexpr(128)
+WAYS = tl.constexpr(128)  # values that a search compares at a time
 #: The interpreter would multiply the bits of bfloat16 numbers, and does not round to them.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def locate(p_offsets, B, i_tile, R: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the sequence b of a tile and where in it the tile begins.
+def first_tile(b_offset, b, R: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the number of the first tile of sequence b, which begins at an offset.
 
-    A sequence has R times ``offsets[b+1] - offsets[b]`` rows; its tiles are numbered from
-    ``offsets[b] * R // BLOCK + b`` on, which leaves enough numbers to each.
+    A sequence has R rows for each query. The numbers leave enough to each sequence; no pass over
+    the sequences before is needed, and ``offsets[-1] * R // BLOCK + B`` is an upper bound.
     """
-    base = tl.load(p_offsets)
-    b = i_tile * 0
-    after = b + B
-    while after - b > 1:
-        middle = (b + after) // 2
-        number = (tl.load(p_offsets + middle) - base) * R // BLOCK + middle
-        is_after = i_tile < number
-        after = tl.where(is_after, middle, after)
-        b = tl.where(is_after, b, middle)
-    number = (tl.load(p_offsets + b) - base) * R // BLOCK + b
-    return b, ((i_tile - number) * BLOCK).to(tl.int32)
-
-
-@triton.jit
-def span(p_offsets, b):
-    """Return where sequence b begins, and its length."""
-    begin = tl.load(p_offsets + b).to(tl.int64)
-    return begin, (tl.load(p_offsets + b + 1) - begin).to(tl.int32)
+    return (b_offset * R // BLOCK + b).to(tl.int32)
 
 
 @triton.jit
@@ -53,8 +39,8 @@ def first_at_least(p_x, n, bound):
     """Return the first index of n values in ascending order whose value is at least ``bound``."""
     low, high = n * 0, n
     while low < high:
-        step = tl.cdiv(high - low, _WAYS)
-        i = low + tl.arange(0, _WAYS) * step
+        step = tl.cdiv(high - low, WAYS)
+        i = low + tl.arange(0, WAYS) * step
         b_x = tl.load(p_x + i, mask=i < high, other=bound)
         n_below = tl.sum((b_x < bound).to(tl.int32), 0)
         high = tl.minimum(high, low + n_below * step)

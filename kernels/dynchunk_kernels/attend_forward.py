@@ -8,16 +8,16 @@ import triton.language as tl
 from dynchunk_kernels._attention import (
     LN_2,
     LOG2_E,
+    WAYS,
     border_tile,
     dot,
     entry_runs,
+    first_tile,
     is_bad_row,
     load_tile,
-    locate,
     narrow,
     raw_runs,
     rows_from,
-    span,
     store_tile,
     tile_runs,
 )
@@ -133,12 +133,21 @@ def forward_kernel(
     head = tl.program_id(1).to(tl.int64)
     view, own = head // (H_KV // G), head % (H_KV // G)
     i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, first = locate(p_cu_q, B, i_tile, R, BLOCK_M)
-    begin_q, n_q = span(p_cu_q, b)
+    b = -1  # the last sequence whose first tile is not after this one
+    for start in range(0, B, WAYS):
+        o_b = start + tl.arange(0, WAYS)
+        b_first = first_tile(tl.load(p_cu_q + o_b, mask=o_b < B, other=0), o_b, R, BLOCK_M)
+        b += tl.sum(((b_first <= i_tile) & (o_b < B)).to(tl.int32), 0)
+    begin_q = tl.load(p_cu_q + b).to(tl.int64)
+    n_q = (tl.load(p_cu_q + b + 1) - begin_q).to(tl.int32)
+    first = (i_tile - first_tile(begin_q, b, R, BLOCK_M)) * BLOCK_M
     if first >= n_q * R:
         return
-    begin_k, n_k = span(p_cu_k, b)
-    begin_e, n_e = span(p_cu_entries + view * (B + 1), b)
+    begin_k = tl.load(p_cu_k + b).to(tl.int64)
+    n_k = (tl.load(p_cu_k + b + 1) - begin_k).to(tl.int32)
+    p_cu_entries += view * (B + 1) + b
+    begin_e = tl.load(p_cu_entries).to(tl.int64)
+    n_e = (tl.load(p_cu_entries + 1) - begin_e).to(tl.int32)
     first_query, b_query, b_head = rows_from(first, R, BLOCK_M)
     m_row = first_query + b_query < n_q
     query = begin_q + first_query
