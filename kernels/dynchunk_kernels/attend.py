@@ -20,7 +20,7 @@ from dynchunk_kernels._launch import (
 )
 from dynchunk_kernels.attend_backward import keys_kernel, queries_kernel, shift_kernel
 from dynchunk_kernels.attend_forward import forward_kernel
-from dynchunk_kernels.offline import Case
+from dynchunk_kernels.offline import ARCHS, Case
 
 _MAX_SHARES = 64  # of a tile of keys, in fp32 each
 
@@ -35,12 +35,52 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
+#: By kernel, bytes of a number and head dim: the tiles of sm_80, sm_90 and sm_100, the largest ones
+#: that do not spill. Float32 is multiplied without tensor cores.
+_TILES = {
+    ("forward", 2, 64): [Tiles(128, 64, 32, 8, 3)] * 3,
+    ("forward", 2, 128): [Tiles(128, 64, 16, 8, 2), *[Tiles(128, 64, 32, 8, 3)] * 2],
+    ("forward", 2, 256): [
+        Tiles(64, 64, 32, 8, 2),
+        Tiles(64, 32, 16, 8, 2),
+        Tiles(128, 32, 16, 8, 2),
+    ],
+    ("forward", 2, 512): [*[Tiles(32, 32, 16, 8, 2)] * 2, Tiles(64, 32, 16, 8, 2)],
+    ("queries", 2, 64): [*[Tiles(128, 64, 32, 8, 2)] * 2, Tiles(64, 64, 32, 4, 2)],
+    ("queries", 2, 128): [Tiles(128, 32, 16, 8, 2), *[Tiles(128, 64, 32, 8, 2)] * 2],
+    ("queries", 2, 256): [
+        Tiles(32, 32, 16, 8, 1),
+        Tiles(32, 32, 16, 8, 2),
+        Tiles(64, 32, 16, 8, 2),
+    ],
+    ("queries", 2, 512): [Tiles(32, 32, 16, 8, 1)] * 3,
+    ("keys", 2, 64): [Tiles(64, 128, 32, 8, 2), *[Tiles(32, 128, 16, 8, 2)] * 2],
+    ("keys", 2, 128): [
+        Tiles(64, 64, 32, 8, 2),
+        Tiles(32, 64, 16, 8, 2),
+        Tiles(64, 128, 32, 8, 2),
+    ],
+    ("keys", 2, 256): [*[Tiles(32, 32, 16, 8, 2)] * 2, Tiles(32, 64, 16, 8, 1)],
+    ("keys", 2, 512): [Tiles(16, 16, 16, 8, 1)] * 3,
+} | {
+    (kernel, 4, width): [chosen] * 3
+    for kernel in ("forward", "queries", "keys")
+    for width, chosen in (
+        (64, Tiles(32, 32, 16, 8, 1)),
+        (128, Tiles(32, 16, 16, 8, 1)),
+        (256, Tiles(16, 16, 16, 8, 1)),
+        (512, Tiles(16, 16, 16, 8, 1)),
+    )
+}
+
+
 def tiles(kernel: str, arch: int, width: int, dtype: torch.dtype) -> Tiles:
     """Return the tile sizes of the kernel "forward", "queries" or "keys".
 
     ``width`` is the larger one of the head dims, rounded up to a power of two.
     """
-    return Tiles(64, 32, 16, 4, 2)
+    by_arch = _TILES[kernel, dtype.itemsize, max(width, 64)]
+    return by_arch[0 if arch < 90 else 1 if arch < 100 else 2]
 
 
 def constants(
@@ -227,9 +267,8 @@ def _of_keys(
     chosen = x.constants("keys", HAS_BIAS=has_bias, ENTRIES=entries)
     n_tiles = triton.cdiv(N, chosen["BLOCK_N"]) + B
     shares = max(min(programs_to_fill(x.q) // (n_tiles * H_KV), _MAX_SHARES), 1)
-    dtype = k.dtype if shares == 1 else torch.float32
-    dk, dv = (k.new_empty((shares, *t.shape), dtype=dtype) for t in (k, v))
-    d_bias = k.new_empty((shares, *k.shape[:2]), dtype=torch.float32)
+    shapes = (k.shape, v.shape, k.shape[:2])
+    dk, dv, d_bias = (k.new_empty((shares, *shape), dtype=torch.float32) for shape in shapes)
     if N > 0:
         wrap_triton(keys_kernel)[(n_tiles, H_KV, shares)](
             *(x.q, k, v, x.bias, grad, lse, shift, dk, dv, d_bias, cu_q, cu, runs, x.scale),
@@ -242,3 +281,39 @@ def _of_keys(
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
     """Return the strides of row and head."""
     return tuple(stride for x in tensors for stride in x.stride()[:2])
+
+
+#: Head dims, query heads of a KV head, dtype, whether keys are values: what is compiled offline.
+_OFFLINE = [
+    *((D, 4, torch.bfloat16, False) for D in (64, 80, 96, 128, 192, 256, 512)),
+    (128, 8, torch.bfloat16, True),
+    (512, 64, torch.bfloat16, True),
+    (128, 1, torch.float16, False),
+    *((D, 4, torch.float32, False) for D in (64, 128, 256, 512)),
+]
+
+
+def cases() -> Iterator[Case]:
+    """Yield all tile sizes that launchers choose, with the options that need most registers."""
+    floats = dict.fromkeys(
+        ("p_lse", "p_grad_lse", "p_shift", "p_dbias", "p_bias", "p_sink"), "*fp32"
+    )
+    integers = ("p_cu_q", "p_cu_k", "p_cu_entries", "p_n_visible", "p_raw_start", "p_run")
+    kinds = floats | dict.fromkeys(integers, "*i64")
+    for arch in ARCHS:
+        for D, R, dtype, shared in _OFFLINE:
+            words = f"D {D}, {str(dtype).removeprefix('torch.')}, group of {R}"
+            words += ", keys are values" if shared else ""
+            sizes = (arch, R, D, D, dtype)
+            for kernel, name, options in (
+                (forward_kernel, "forward", {"HAS_BIAS": True, "HAS_SINK": True}),
+                (queries_kernel, "queries", {"HAS_BIAS": True}),
+                (keys_kernel, "keys", {"HAS_BIAS": True, "ENTRIES": True}),
+                (keys_kernel, "keys", {"HAS_BIAS": False, "ENTRIES": False}),
+            ):
+                chosen = constants(name, *sizes, SHARED=shared, **options)
+                what = ", entries" if options.get("ENTRIES") else ""
+                yield make_case(kernel, words + what, chosen, dtype, kinds, arch)
+        chosen = shift_constants(32, 128)
+        case = make_case(shift_kernel, "D 128, bfloat16", chosen, torch.bfloat16, kinds, arch)
+        yield case._replace(is_matmul=False)

@@ -353,3 +353,28 @@ def _unique(indices: Tensor) -> Tensor:
         grid = (triton.cdiv(K, _LISTED), S * n_lists)
         wrap_triton(unique_kernel)[grid](indices, found, K, BLOCK=_LISTED, num_warps=4)
     return found
+
+
+def cases() -> Iterator[Case]:
+    """Yield all tile sizes that the launcher chooses, with the options that need most registers."""
+    floats = dict.fromkeys(("p_out", "p_lse", "p_out_part", "p_lse_part", "p_bias"), "*fp32")
+    layout = ("p_pages", "p_sequence", "p_n_visible", "p_raw_begin", "p_raw_end")
+    kinds = floats | dict.fromkeys(layout, "*i64") | {"p_indices": "*i32"}
+    for arch in ARCHS:
+        for D, R, dtype, shared in (
+            *((D, 4, torch.bfloat16, False) for D in (64, 80, 96, 128, 192, 256, 512)),
+            (128, 16, torch.float16, False),
+            (512, 64, torch.bfloat16, True),
+            *((D, 4, torch.float32, False) for D in (64, 128, 256, 512)),
+        ):
+            words = f"D {D}, {str(dtype).removeprefix('torch.')}, group of {R}"
+            words += ", keys are values" if shared else ""
+            for lists in (False, True):
+                options = {"HAS_BIAS": True, "HAS_LISTS": lists, "SHARED": shared}
+                chosen = constants(arch, R, D, D, 64, dtype, **options)
+                what = words + (", lists" if lists else "")
+                yield make_case(part_kernel, what, chosen, dtype, kinds, arch)
+            own = {name: kind for name, kind in kinds.items() if name != "p_out"}
+            chosen = combine_constants(R, D, HAS_SINK=True, HAS_LISTS=False)
+            case = make_case(combine_kernel, words, chosen, dtype, own, arch)
+            yield case._replace(is_matmul=False)
