@@ -11,7 +11,7 @@ _VALUE = 77.0  # exact in all dtypes
 
 @contextmanager
 def guarded():
-    """Let ``Tensor.new_empty`` give poisoned memory between guards; verify the guards at the end."""
+    """Let ``Tensor.new_empty`` give poisoned memory between guards; verify them at the end."""
     buffers = []
     new_empty = torch.Tensor.new_empty
 

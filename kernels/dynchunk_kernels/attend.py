@@ -84,9 +84,10 @@ def tiles(kernel: str, arch: int, width: int, dtype: torch.dtype) -> Tiles:
 
 
 def constants(
-    kernel: str, arch: int, R: int, D: int, D_V: int, dtype: torch.dtype, **options: bool
+    kernel: str, arch: int, sizes: tuple[int, int, int], dtype: torch.dtype, **options: bool
 ) -> dict[str, Any]:
-    """Return all that a kernel is compiled for."""
+    """Return all that a kernel is compiled for; sizes are R, D and D_v."""
+    R, D, D_V = sizes
     block_d, block_v = head_block(D), head_block(D_V)
     chosen = tiles(kernel, arch, max(block_d, block_v), dtype)
     return {
@@ -169,10 +170,10 @@ class _Operands(NamedTuple):
         return len(self.q), len(self.integers[0]) - 1, len(self.integers[2]), self.k.shape[1]
 
     def constants(self, kernel: str, **options: bool) -> dict[str, Any]:
-        R, (D, D_V) = self.q.shape[1] // self.k.shape[1], (x.shape[2] for x in (self.k, self.v))
-        return constants(
-            kernel, arch_of(self.q), R, D, D_V, self.q.dtype, SHARED=self.is_shared, **options
-        )
+        """Return all that a kernel is compiled for."""
+        sizes = (self.q.shape[1] // self.k.shape[1], self.k.shape[2], self.v.shape[2])
+        options["SHARED"] = self.is_shared
+        return constants(kernel, arch_of(self.q), sizes, self.q.dtype, **options)
 
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -275,7 +276,8 @@ def _of_keys(
             *(*_strides(x.q, k, v, x.bias, grad), N, S, B, G, H_KV),
             **chosen,
         )
-    return tuple(t[0] if shares == 1 else t.sum(0) for t in (dk, dv, d_bias))
+    dk, dv, d_bias = (t[0] if shares == 1 else t.sum(0) for t in (dk, dv, d_bias))
+    return dk, dv, d_bias
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -304,14 +306,13 @@ def cases() -> Iterator[Case]:
         for D, R, dtype, shared in _OFFLINE:
             words = f"D {D}, {str(dtype).removeprefix('torch.')}, group of {R}"
             words += ", keys are values" if shared else ""
-            sizes = (arch, R, D, D, dtype)
             for kernel, name, options in (
                 (forward_kernel, "forward", {"HAS_BIAS": True, "HAS_SINK": True}),
                 (queries_kernel, "queries", {"HAS_BIAS": True}),
                 (keys_kernel, "keys", {"HAS_BIAS": True, "ENTRIES": True}),
                 (keys_kernel, "keys", {"HAS_BIAS": False, "ENTRIES": False}),
             ):
-                chosen = constants(name, *sizes, SHARED=shared, **options)
+                chosen = constants(name, arch, (R, D, D), dtype, SHARED=shared, **options)
                 what = ", entries" if options.get("ENTRIES") else ""
                 yield make_case(kernel, words + what, chosen, dtype, kinds, arch)
         chosen = shift_constants(32, 128)

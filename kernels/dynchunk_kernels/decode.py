@@ -227,7 +227,15 @@ def combine_kernel(
 
 
 def constants(
-    arch: int, R: int, D: int, D_V: int, page_size: int, dtype: torch.dtype, **options: bool
+    arch: int,
+    R: int,
+    D: int,
+    D_V: int,
+    page_size: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    has_lists: bool,
+    is_shared: bool,
 ) -> dict[str, Any]:
     """Return all that the kernel of the parts is compiled for."""
     block_d, block_v = head_block(D), head_block(D_V)
@@ -246,11 +254,13 @@ def constants(
         "PRECISION": precision(dtype),
         "num_warps": 8 if width > 256 else 4,
         "num_stages": 3 if width <= 128 else 2,
-        **options,
+        "HAS_BIAS": has_bias,
+        "HAS_LISTS": has_lists,
+        "SHARED": is_shared,
     }
 
 
-def combine_constants(R: int, D_V: int, **options: bool) -> dict[str, Any]:
+def combine_constants(R: int, D_V: int, has_lists: bool, has_sink: bool) -> dict[str, Any]:
     """Return all that the kernel that combines the parts is compiled for."""
     return {
         "D_V": D_V,
@@ -260,7 +270,8 @@ def combine_constants(R: int, D_V: int, **options: bool) -> dict[str, Any]:
         "BLOCK_V": head_block(D_V),
         "num_warps": 4,
         "num_stages": 2,
-        **options,
+        "HAS_LISTS": has_lists,
+        "HAS_SINK": has_sink,
     }
 
 
@@ -312,19 +323,17 @@ def decode(
     if S == 0:
         return out, lse
     R, page_size, dtype = H // H_KV, entry_k.shape[1], entry_k.dtype
-    operands = (q, k, k if v is None else v, entry_k, entry_k if entry_v is None else entry_v)
-    operands = tuple(with_contiguous_rows(x, dtype) for x in operands)
+    given = (q, k, k if v is None else v, entry_k, entry_k if entry_v is None else entry_v)
+    operands = [with_contiguous_rows(x, dtype) for x in given]
     lists = pages.new_empty((1, 1, 0)) if indices is None else _unique(indices.contiguous())
     added = entry_k[..., 0] if bias is None else bias
     layout = tuple(x.contiguous() for x in (pages, sequence, n_visible, raw_begin, raw_end))
     (G, B, n_pages), (n_lists, K) = pages.shape, lists.shape[1:]
 
-    options = {"HAS_LISTS": indices is not None}
+    has_lists, has_bias = indices is not None, bias is not None
     chosen = constants(
-        *(arch_of(q), R, D, D_V, page_size, dtype),
-        HAS_BIAS=bias is not None,
-        SHARED=v is None,
-        **options,
+        *(arch_of(q), R, D, D_V, page_size, dtype, has_bias, has_lists),
+        is_shared=v is None,
     )
     capacity = n_pages * page_size if indices is None else K
     n_parts = _RAW_PARTS + triton.cdiv(capacity, chosen["PART"])
@@ -338,9 +347,9 @@ def decode(
         **chosen,
     )
     wrap_triton(combine_kernel)[(S, H)](
-        *(out_part, lse_part, q if sink is None else sink, out, lse, layout[2]),
+        *(out_part, lse_part, q if sink is None else sink.contiguous(), out, lse, layout[2]),
         *(S, G, H, K, n_parts),
-        **combine_constants(R, D_V, HAS_SINK=sink is not None, **options),
+        **combine_constants(R, D_V, has_lists, has_sink=sink is not None),
     )
     return out, lse
 
@@ -369,12 +378,11 @@ def cases() -> Iterator[Case]:
         ):
             words = f"D {D}, {str(dtype).removeprefix('torch.')}, group of {R}"
             words += ", keys are values" if shared else ""
-            for lists in (False, True):
-                options = {"HAS_BIAS": True, "HAS_LISTS": lists, "SHARED": shared}
-                chosen = constants(arch, R, D, D, 64, dtype, **options)
-                what = words + (", lists" if lists else "")
+            for has_lists in (False, True):
+                chosen = constants(arch, R, D, D, 64, dtype, True, has_lists, shared)
+                what = words + (", lists" if has_lists else "")
                 yield make_case(part_kernel, what, chosen, dtype, kinds, arch)
             own = {name: kind for name, kind in kinds.items() if name != "p_out"}
-            chosen = combine_constants(R, D, HAS_SINK=True, HAS_LISTS=False)
+            chosen = combine_constants(R, D, has_lists=False, has_sink=True)
             case = make_case(combine_kernel, words, chosen, dtype, own, arch)
             yield case._replace(is_matmul=False)
