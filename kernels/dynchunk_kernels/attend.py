@@ -35,8 +35,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-#: By kernel, bytes of a number and head dim: the tiles of sm_80, sm_90 and sm_100, the largest ones
-#: that do not spill. Float32 is multiplied without tensor cores.
+#: By kernel, bytes of a number and head dim: the tiles of sm_80, sm_90 and sm_100. Of those tried,
+#: the largest that spill nothing; float32, multiplied without tensor cores, may spill from 256 on.
 _TILES = {
     ("forward", 2, 64): [Tiles(128, 64, 32, 8, 3)] * 3,
     ("forward", 2, 128): [Tiles(128, 64, 16, 8, 2), *[Tiles(128, 64, 32, 8, 3)] * 2],
@@ -62,15 +62,18 @@ _TILES = {
     ],
     ("keys", 2, 256): [*[Tiles(32, 32, 16, 8, 2)] * 2, Tiles(32, 64, 16, 8, 1)],
     ("keys", 2, 512): [Tiles(16, 16, 16, 8, 1)] * 3,
-} | {
-    (kernel, 4, width): [chosen] * 3
-    for kernel in ("forward", "queries", "keys")
-    for width, chosen in (
-        (64, Tiles(32, 32, 16, 8, 1)),
-        (128, Tiles(32, 16, 16, 8, 1)),
-        (256, Tiles(16, 16, 16, 8, 1)),
-        (512, Tiles(16, 16, 16, 8, 1)),
-    )
+    ("forward", 4, 64): [Tiles(32, 32, 16, 8, 1)] * 3,
+    ("forward", 4, 128): [Tiles(32, 16, 16, 8, 1)] * 3,
+    ("forward", 4, 256): [Tiles(16, 16, 16, 8, 1)] * 3,
+    ("forward", 4, 512): [Tiles(16, 16, 16, 8, 1)] * 3,
+    ("queries", 4, 64): [Tiles(32, 32, 16, 8, 1)] * 3,
+    ("queries", 4, 128): [Tiles(32, 16, 16, 8, 1)] * 3,
+    ("queries", 4, 256): [Tiles(16, 16, 16, 8, 2)] * 3,
+    ("queries", 4, 512): [Tiles(16, 16, 16, 8, 1)] * 3,
+    ("keys", 4, 64): [Tiles(32, 32, 16, 8, 1)] * 3,
+    ("keys", 4, 128): [Tiles(16, 16, 16, 8, 1)] * 3,
+    ("keys", 4, 256): [Tiles(16, 16, 16, 8, 1)] * 3,
+    ("keys", 4, 512): [Tiles(16, 16, 16, 8, 1)] * 3,
 }
 
 
