@@ -91,9 +91,11 @@ def attend(
     scale : float, optional
         Default: D^-1/2.
     impl : {None, "reference", "batched", "triton"}
-        "triton" is the default on a GPU; it takes the number of rows of k and of the entries on
-        trust. "batched" pads all sequences to one length, for CPU tensors: the fast one to train
-        small models with. Quadratic memory, and batch mates may move the last bit.
+        "triton" is the default on a GPU, for head dims up to 512. It takes on trust that k and the
+        entries have the rows laid out, and that neither ``n_visible`` nor ``raw_start`` decreases
+        within a sequence, as ``Reads.of`` makes them. "batched" pads all sequences to one length,
+        for CPU tensors: the fast one to train small models with. Quadratic memory, and batch mates
+        may move the last bit.
 
     Returns
     -------

@@ -82,6 +82,8 @@ def tiles(kernel: str, arch: int, width: int, dtype: torch.dtype) -> Tiles:
 
     ``width`` is the larger one of the head dims, rounded up to a power of two.
     """
+    if width > 512:
+        raise ValueError(f"head dims: expected at most 512 channels, got {width}")
     by_arch = _TILES[kernel, dtype.itemsize, max(width, 64)]
     return by_arch[0 if arch < 90 else 1 if arch < 100 else 2]
 
