@@ -123,7 +123,7 @@ def choose(
         others = " or ".join(repr(name) for name in ops if name not in _DEVICES)
         require(ok, "impl", f"{others} for tensors on {device!r}", impl)
         ok = impl != "triton" or wide_dtype(*operands) != torch.float64
-        require(ok, "impl", f"{others} for float64, which kernels do not have", impl)
+        require(ok, "impl", f"{others} for float64", impl)
     found = ops[impl]
     return found if isinstance(found, CustomOpDef) else found()
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from dynchunk.ops._attention import OPERANDS, Attended, Operands, default_scale, fake_attended
-from dynchunk.ops._registration import Schema, choose, register
+from dynchunk.ops._registration import Implementation, Schema, choose, register
 from dynchunk.ops.batched import attend as batched
 from dynchunk.ops.layout import Reads
 from dynchunk.ops.reference import attend as reference
@@ -36,13 +37,21 @@ SCHEMA = Schema(
     outputs=("out", "lse"),
 )
 
-OPS = {
+
+def _triton() -> CustomOpDef:
+    from dynchunk.ops.triton.attend import OP
+
+    return OP
+
+
+OPS: dict[str, Implementation] = {
     "reference": register(
         "attend_reference", SCHEMA, reference.attend, reference.attend_backward, fake_attended
     ),
     "batched": register(
         "attend_batched", SCHEMA, batched.attend, batched.attend_backward, fake_attended
     ),
+    "triton": _triton,
 }
 
 
@@ -81,9 +90,12 @@ def attend(
         A logit without a value.
     scale : float, optional
         Default: D^-1/2.
-    impl : {None, "reference", "batched"}
-        "batched" pads all sequences to one length, for CPU tensors: the fast one to train small
-        models with. Quadratic memory, and batch mates may move the last bit.
+    impl : {None, "reference", "batched", "triton"}
+        "triton" is the default on a GPU, for head dims up to 512. It takes on trust that k and the
+        entries have the rows laid out, and that neither ``n_visible`` nor ``raw_start`` decreases
+        within a sequence, as ``Reads.of`` makes them. "batched" pads all sequences to one length,
+        for CPU tensors: the fast one to train small models with. Quadratic memory, and batch mates
+        may move the last bit.
 
     Returns
     -------

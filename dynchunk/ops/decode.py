@@ -10,6 +10,7 @@ section 4.)
 from __future__ import annotations
 
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from dynchunk._checks import require
 from dynchunk.ops._attention import (
@@ -39,8 +40,16 @@ SCHEMA = Schema(
     outputs=("out", "lse"),
 )
 
+
+def _triton() -> CustomOpDef:
+    from dynchunk.ops.triton.decode import OP
+
+    return OP
+
+
 OPS: dict[str, Implementation] = {
     "reference": register_forward("decode_reference", SCHEMA, reference.decode, fake_attended),
+    "triton": _triton,
 }
 
 
@@ -97,7 +106,8 @@ def decode(
         A logit without a value.
     scale : float, optional
         Default: D^-1/2.
-    impl : {None, "reference"}
+    impl : {None, "reference", "triton"}
+        "triton" is the default on a GPU; it computes in the dtype of the entries.
         A query's result depends, to the last bit, neither on the other queries nor on where its
         pages lie.
 
