@@ -20,7 +20,7 @@ from dynchunk.ops._attention import (
     default_scale,
     fake_attended,
 )
-from dynchunk.ops._registration import Implementation, Schema, choose, register_forward
+from dynchunk.ops._registration import Implementation, Schema, choose, imported, register_forward
 from dynchunk.ops._shapes import check
 from dynchunk.ops.reference import decode as reference
 
@@ -41,6 +41,7 @@ SCHEMA = Schema(
 
 OPS: dict[str, Implementation] = {
     "reference": register_forward("decode_reference", SCHEMA, reference.decode, fake_attended),
+    "cpu": register_forward("decode_cpu", SCHEMA, imported("cpu.decode", "decode"), fake_attended),
 }
 
 
@@ -97,8 +98,9 @@ def decode(
         A logit without a value.
     scale : float, optional
         Default: D^-1/2.
-    impl : {None, "reference"}
-        A query's result depends, to the last bit, neither on the other queries nor on where its
+    impl : {None, "reference", "cpu"}
+        "cpu" does not take float64, and copies operands whose last dimension is not dense. A
+        query's result depends, to the last bit, neither on the other queries nor on where its
         pages lie.
 
     Returns
