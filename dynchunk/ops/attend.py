@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dynchunk.ops._attention import OPERANDS, Attended, Operands, default_scale, fake_attended
-from dynchunk.ops._registration import Schema, choose, register
+from dynchunk.ops._registration import Implementation, Schema, choose, imported, register
 from dynchunk.ops.batched import attend as batched
 from dynchunk.ops.layout import Reads
 from dynchunk.ops.reference import attend as reference
@@ -36,12 +36,19 @@ SCHEMA = Schema(
     outputs=("out", "lse"),
 )
 
-OPS = {
+OPS: dict[str, Implementation] = {
     "reference": register(
         "attend_reference", SCHEMA, reference.attend, reference.attend_backward, fake_attended
     ),
     "batched": register(
         "attend_batched", SCHEMA, batched.attend, batched.attend_backward, fake_attended
+    ),
+    "cpu": register(
+        "attend_cpu",
+        SCHEMA,
+        imported("cpu.attend", "attend"),
+        imported("cpu.attend", "attend_backward"),
+        fake_attended,
     ),
 }
 

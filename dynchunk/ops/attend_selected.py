@@ -18,7 +18,7 @@ from dynchunk.ops._attention import (
     default_scale,
     fake_attended,
 )
-from dynchunk.ops._registration import Schema, choose, register
+from dynchunk.ops._registration import Implementation, Schema, choose, imported, register
 from dynchunk.ops.layout import Reads
 from dynchunk.ops.reference import attend_selected as reference
 
@@ -36,12 +36,19 @@ SCHEMA = Schema(
     outputs=("out", "lse"),
 )
 
-OPS = {
+OPS: dict[str, Implementation] = {
     "reference": register(
         "attend_selected_reference",
         SCHEMA,
         reference.attend_selected,
         reference.attend_selected_backward,
+        fake_attended,
+    ),
+    "cpu": register(
+        "attend_selected_cpu",
+        SCHEMA,
+        imported("cpu.attend_selected", "attend_selected"),
+        imported("cpu.attend_selected", "attend_selected_backward"),
         fake_attended,
     ),
 }
