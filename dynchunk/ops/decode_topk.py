@@ -11,7 +11,14 @@ from torch import Tensor
 
 from dynchunk._checks import require, require_int
 from dynchunk.ops._attention import default_scale
-from dynchunk.ops._registration import Implementation, Schema, choose, register_forward, wide_dtype
+from dynchunk.ops._registration import (
+    Implementation,
+    Schema,
+    choose,
+    imported,
+    register_forward,
+    wide_dtype,
+)
 from dynchunk.ops._shapes import check
 from dynchunk.ops.index_topk import TopK
 from dynchunk.ops.reference import decode_topk as reference
@@ -48,6 +55,9 @@ def _fake(
 
 OPS: dict[str, Implementation] = {
     "reference": register_forward("decode_topk_reference", SCHEMA, reference.decode_topk, _fake),
+    "cpu": register_forward(
+        "decode_topk_cpu", SCHEMA, imported("cpu.decode_topk", "decode_topk"), _fake
+    ),
 }
 
 

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from dynchunk._checks import require_int
 from dynchunk.ops._attention import default_scale
-from dynchunk.ops._registration import Schema, choose, register, wide_dtype
+from dynchunk.ops._registration import (
+    Implementation,
+    Schema,
+    choose,
+    imported,
+    register,
+    wide_dtype,
+)
 from dynchunk.ops._shapes import check
 from dynchunk.ops.layout import Reads
 from dynchunk.ops.reference import index_topk as reference
@@ -54,9 +61,16 @@ def _fake(
     return q.new_empty(indices.shape, dtype=wide_dtype(q, k, weights)), indices
 
 
-OPS = {
+OPS: dict[str, Implementation] = {
     "reference": register(
         "index_topk_reference", SCHEMA, reference.index_topk, reference.index_topk_backward, _fake
+    ),
+    "cpu": register(
+        "index_topk_cpu",
+        SCHEMA,
+        imported("cpu.index_topk", "index_topk"),
+        imported("cpu.index_topk", "index_topk_backward"),
+        _fake,
     ),
 }
 

@@ -19,7 +19,7 @@ from dynchunk.ops.cpu._threads import run
 from dynchunk.ops.cpu._tiles import add_weighted, dots, widen
 
 _TILE = 64  # rows whose logits are there at once
-_PARTS = 32  # at most, whatever the context
+PARTS = 32  #: at most, whatever the context
 _SHORTEST = 128  # rows of a part
 
 
@@ -44,14 +44,14 @@ def decode(
     v, entry_v = (k, entry_k) if v is None or entry_v is None else (v, entry_v)
     queries = _grouped(q, k.shape[1], len(pages), scale)
     at = [x.contiguous().numpy() for x in (pages, sequence, n_visible, raw_begin, raw_end)]
-    _check(*at, len(k), entry_k.shape[1])
+    check_places(*at, len(k), entry_k.shape[1])
     lists, counts = _sets(indices, n_visible)
     biases = None if bias is None else bias[..., None]
     stored = [flat(x) for x in (k, v, entry_k, entry_v, biases)]
     # Of the rows of each query, view and part: [S, G, parts, H_kv / G, M (, D_v)].
-    shape = (*queries.shape[:2], _PARTS, *queries.shape[2:4])
+    shape = (*queries.shape[:2], PARTS, *queries.shape[2:4])
     parts = [np.empty(size, np.float32) for size in (shape, shape, (*shape, v.shape[2]))]
-    run(_read, counts.size * _PARTS, queries, *at, lists, counts, len(entry_k), entry_k.shape[1],
+    run(_read, counts.size * PARTS, queries, *at, lists, counts, len(entry_k), entry_k.shape[1],
         *stored, *parts)  # fmt: skip
     sinks = np.empty(0, np.float32) if sink is None else sink.detach().float().numpy() * LOG2_E
     out, lse = torch.empty(*q.shape[:2], v.shape[2]), torch.empty(q.shape[:2])
@@ -98,7 +98,7 @@ def _drop_repeated(lists, of_view, counts):
 
 
 @jit
-def _check(pages, sequence, n_visible, raw_begin, raw_end, n_rows, page_size):
+def check_places(pages, sequence, n_visible, raw_begin, raw_end, n_rows, page_size):
     """Raise where a query would read what is not there."""
     G, B, slots = pages.shape
     for s in range(sequence.size):
@@ -130,13 +130,13 @@ def _read(first, last, queries, pages, sequence, n_visible, raw_begin, raw_end, 
     )
     logits = np.empty((per_view, M, _TILE), np.float32)
     for task in range(first, last):
-        part, rest = task % _PARTS, task // _PARTS
+        part, rest = task % PARTS, task // PARTS
         own, rest = rest % list_heads, rest // list_heads
         g, s = rest % G, rest // G
         heads = (0, per_view) if list_heads == 1 else (own, own + 1)
         state = peaks[s, g, part], totals[s, g, part], weighted[s, g, part]
         n_entries, n_raw = counts[s, g, own], max(raw_end[s] - raw_begin[g, s], 0)
-        begin, end = _part(part, n_entries + n_raw)
+        begin, end = part_of(part, n_entries + n_raw)
         for head in range(heads[0], heads[1]):
             state[0][head] = -np.inf
             state[1][head] = 0 if begin < end else -1
@@ -168,9 +168,9 @@ def _read(first, last, queries, pages, sequence, n_visible, raw_begin, raw_end, 
 
 
 @jit
-def _part(part, n_rows):
+def part_of(part, n_rows):
     """Return the first row of a part and one past its last: the same parts for so many rows."""
-    size = max(_SHORTEST, (n_rows + _PARTS - 1) // _PARTS)
+    size = max(_SHORTEST, (n_rows + PARTS - 1) // PARTS)
     size = (size + _TILE - 1) // _TILE * _TILE
     return min(part * size, n_rows), min((part + 1) * size, n_rows)
 
