@@ -88,7 +88,7 @@ def attend(
         A logit without a value.
     scale : float, optional
         Default: D^-1/2.
-    impl : {None, "reference", "batched"}
+    impl : {None, "reference", "batched", "cpu"}
         "batched" pads all sequences to one length, for CPU tensors: the fast one to train small
         models with. Quadratic memory, and batch mates may move the last bit.
 

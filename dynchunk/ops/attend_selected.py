@@ -80,7 +80,7 @@ def attend_selected(
         query does not see, is none.
     reads : Reads
         What each query may read: ``Reads.of(chunks, window=..)``.
-    impl : {None, "reference"}
+    impl : {None, "reference", "cpu"}
 
     Returns
     -------

@@ -88,7 +88,7 @@ def decode_topk(
         Any number; a query that sees fewer entries gets all of them.
     scale : float, optional
         Default: D^-1/2.
-    impl : {None, "reference"}
+    impl : {None, "reference", "cpu"}
 
     Returns
     -------

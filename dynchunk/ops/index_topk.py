@@ -100,7 +100,7 @@ def index_topk(
         Any number; a query that sees fewer entries gets all of them.
     scale : float, optional
         Default: D^-1/2.
-    impl : {None, "reference"}
+    impl : {None, "reference", "cpu"}
         The reference computes a score in an order of its own, so that neither the batch nor how a
         prompt is split changes a bit of it.
 

@@ -18,7 +18,7 @@ import math
 from torch import Tensor
 
 from dynchunk._checks import require
-from dynchunk.ops._registration import Schema, choose, register
+from dynchunk.ops._registration import Implementation, Schema, choose, imported, register
 from dynchunk.ops._shapes import expand
 from dynchunk.ops.layout import Spans
 from dynchunk.ops.reference import pool as reference
@@ -42,8 +42,15 @@ def _fake(
     return values.new_empty(starts.shape[0], values.shape[1], width)
 
 
-OPS = {
+OPS: dict[str, Implementation] = {
     "reference": register("pool_reference", SCHEMA, reference.pool, reference.pool_backward, _fake),
+    "cpu": register(
+        "pool_cpu",
+        SCHEMA,
+        imported("cpu.pool", "pool"),
+        imported("cpu.pool", "pool_backward"),
+        _fake,
+    ),
 }
 
 
@@ -67,7 +74,7 @@ def pool(
         Logits of the softmax. Default: zero.
     slot_bias : floating tensor [S, D'] or [S, .., D'], optional
         D' as in ``values``. Added to the logits.
-    impl : {None, "reference"}
+    impl : {None, "reference", "cpu"}
 
     Returns
     -------

@@ -1,0 +1,154 @@
+"""Chunks to entries in numba: entry by entry, with all channels of a head side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynchunk.ops.cpu import fast, jit
+from dynchunk.ops.cpu._arrays import Array, flat, require_dtypes
+from dynchunk.ops.cpu._numeric import LOG2_E, exp2
+from dynchunk.ops.cpu._threads import run
+from dynchunk.ops.cpu._tiles import widen
+
+_PARTS = 8  # runs of entries that add up gradients of the slot bias of their own
+
+
+def pool(
+    values: Tensor,
+    gate: Tensor | None,
+    slot_bias: Tensor | None,
+    before: Tensor | None,
+    starts: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    """Return the entries [N, H, D]."""
+    require_dtypes(values, gate, slot_bias)
+    H, width = values.shape[1], values.shape[2] // (1 if before is None else 2)
+    out = torch.from_numpy(np.zeros((len(starts), H, width), np.float32))
+    run(_pool, len(starts), *_stored(values, gate, slot_bias), _spans(before, starts, ends),
+        out.numpy())  # fmt: skip
+    return out.to(values.dtype)
+
+
+def pool_backward(
+    grad: Tensor,
+    entries: Tensor,
+    values: Tensor,
+    gate: Tensor | None,
+    slot_bias: Tensor | None,
+    before: Tensor | None,
+    starts: Tensor,
+    ends: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of values, gate and slot_bias.
+
+    A token is in one entry of each series, as of :meth:`~dynchunk.ops.layout.Spans.of`.
+    """
+    require_dtypes(values, gate, slot_bias)
+    sizes = [(0, 0, 0) if x is None else tuple(x.shape) for x in (values, gate, slot_bias)]
+    of_values, of_gate = (np.zeros(size, np.float32) for size in sizes[:2])
+    of_bias = np.zeros((_PARTS, *sizes[2]), np.float32)
+    run(_pool_backward, _PARTS, *_stored(values, gate, slot_bias), _spans(before, starts, ends),
+        grad.detach().float().contiguous().numpy(), of_values, of_gate, of_bias)  # fmt: skip
+    found = (torch.from_numpy(x) for x in (of_values, of_gate, of_bias.sum(0)))
+    grad_values, grad_gate, grad_bias = (
+        grad.new_empty(0) if x is None else y.to(x.dtype)
+        for x, y in zip((values, gate, slot_bias), found, strict=True)
+    )
+    return grad_values, grad_gate, grad_bias
+
+
+def _stored(values: Tensor, gate: Tensor | None, slot_bias: Tensor | None) -> tuple[Any, ...]:
+    """Return the operands, and the number of slots."""
+    return flat(values), flat(gate), flat(slot_bias), 0 if slot_bias is None else len(slot_bias)
+
+
+def _spans(before: Tensor | None, starts: Tensor, ends: Tensor) -> Array:
+    """Return (first token, end) of each entry in each series, int64 [N, series, 2]."""
+    own = torch.stack([starts, ends], 1)
+    series = [own] if before is None else [torch.stack([before, starts], 1), own]
+    return torch.stack(series, 1).long().contiguous().numpy()
+
+
+@fast
+def _write_logits(gate, bias, slots, t, h, slot, offset, logits):
+    """Write the logits of token t and head h in units of log 2."""
+    (gates, gate_steps), (biases, bias_steps) = gate, bias
+    logits[:] = 0
+    if gates.size:
+        at = t * gate_steps[0] + h * gate_steps[1] + offset
+        for d in range(logits.size):
+            logits[d] += widen(gates[at + d]) * LOG2_E
+    if biases.size:
+        at = min(slot, slots - 1) * bias_steps[0] + h * bias_steps[1] + offset
+        for d in range(logits.size):
+            logits[d] += widen(biases[at + d]) * LOG2_E
+
+
+@fast
+def _pool_one(values, gate, bias, slots, spans, h, logits, peak, total, out):
+    """Pool one entry of one head: its softmax's maximum, its sum and the mean of its values."""
+    values, steps = values
+    peak[:] = -np.inf
+    total[:] = 0
+    out[:] = 0
+    for series in range(len(spans)):
+        for t in range(spans[series, 0], spans[series, 1]):
+            _write_logits(gate, bias, slots, t, h, t - spans[series, 0], series * out.size, logits)
+            for d in range(out.size):
+                peak[d] = logits[d] if logits[d] > peak[d] else peak[d]
+    for series in range(len(spans)):
+        for t in range(spans[series, 0], spans[series, 1]):
+            _write_logits(gate, bias, slots, t, h, t - spans[series, 0], series * out.size, logits)
+            at = t * steps[0] + h * steps[1] + series * out.size
+            for d in range(out.size):
+                weight = exp2(logits[d] - peak[d])
+                total[d] += weight
+                out[d] += weight * widen(values[at + d])
+    if spans[-1, 0] < spans[-1, 1]:
+        for d in range(out.size):
+            out[d] /= total[d]
+
+
+@jit
+def _pool(first, last, values, gate, bias, slots, spans, out):
+    H, D = out.shape[1:]
+    logits, peak, total = np.empty(D, np.float32), np.empty(D, np.float32), np.empty(D, np.float32)
+    for i in range(first, last):
+        for h in range(H):
+            _pool_one(values, gate, bias, slots, spans[i], h, logits, peak, total, out[i, h])
+
+
+@fast
+def _pool_backward(
+    first, last, values, gate, bias, slots, spans, grad, of_values, of_gate, of_bias
+):
+    H, D = grad.shape[1:]
+    logits, peak, total = np.empty(D, np.float32), np.empty(D, np.float32), np.empty(D, np.float32)
+    mean = np.empty(D, np.float32)
+    stored, steps = values
+    for part in range(first, last):
+        for i in range(part * len(spans) // _PARTS, (part + 1) * len(spans) // _PARTS):
+            for h in range(H):
+                _pool_one(values, gate, bias, slots, spans[i], h, logits, peak, total, mean)
+                for series in range(spans.shape[1]):
+                    offset = series * D
+                    for t in range(spans[i, series, 0], spans[i, series, 1]):
+                        slot = t - spans[i, series, 0]
+                        _write_logits(gate, bias, slots, t, h, slot, offset, logits)
+                        at = t * steps[0] + h * steps[1] + offset
+                        for d in range(D):
+                            share = exp2(logits[d] - peak[d]) / total[d] * grad[i, h, d]
+                            of_values[t, h, offset + d] += share
+                            logits[d] = share * (widen(stored[at + d]) - mean[d])
+                        if of_gate.size:
+                            for d in range(D):
+                                of_gate[t, h, offset + d] += logits[d]
+                        if slots:
+                            row = of_bias[part, min(slot, slots - 1), h]
+                            for d in range(D):
+                                row[offset + d] += logits[d]
