@@ -137,20 +137,23 @@ def _stored(x: Operands) -> list[tuple[Array, tuple[int, ...]]]:
 
 @fast
 def _copy(source, start, row):
+    stored = source[start : start + row.size]
     for d in range(row.size):
-        row[d] = widen(source[start + d])
+        row[d] = widen(stored[d])
 
 
 @fast
 def _copy_finite(source, start, row):
     """Copy stored numbers to ``row``, zeros for what is not finite; return whether all were."""
+    _copy(source, start, row)
     excess = np.float32(0)
     for d in range(row.size):
-        x = widen(source[start + d])
-        nothing = x * np.float32(0)  # NaN unless x is finite
-        excess += nothing
-        row[d] = x if nothing == 0 else np.float32(0)
-    return excess == 0
+        excess += row[d] * np.float32(0)  # NaN unless it is finite
+    if excess == 0:
+        return True
+    for d in range(row.size):
+        row[d] = row[d] if row[d] * np.float32(0) == 0 else np.float32(0)
+    return False
 
 
 @jit

@@ -81,12 +81,14 @@ def _write_logits(gate, bias, slots, t, h, slot, offset, logits):
     logits[:] = 0
     if gates.size:
         at = t * gate_steps[0] + h * gate_steps[1] + offset
+        row = gates[at : at + logits.size]
         for d in range(logits.size):
-            logits[d] += widen(gates[at + d]) * LOG2_E
+            logits[d] += widen(row[d]) * LOG2_E
     if biases.size:
         at = min(slot, slots - 1) * bias_steps[0] + h * bias_steps[1] + offset
+        of_slot = biases[at : at + logits.size]
         for d in range(logits.size):
-            logits[d] += widen(biases[at + d]) * LOG2_E
+            logits[d] += widen(of_slot[d]) * LOG2_E
 
 
 @fast
@@ -105,10 +107,11 @@ def _pool_one(values, gate, bias, slots, spans, h, logits, peak, total, out):
         for t in range(spans[series, 0], spans[series, 1]):
             _write_logits(gate, bias, slots, t, h, t - spans[series, 0], series * out.size, logits)
             at = t * steps[0] + h * steps[1] + series * out.size
+            row = values[at : at + out.size]
             for d in range(out.size):
                 weight = exp2(logits[d] - peak[d])
                 total[d] += weight
-                out[d] += weight * widen(values[at + d])
+                out[d] += weight * widen(row[d])
     if spans[-1, 0] < spans[-1, 1]:
         for d in range(out.size):
             out[d] /= total[d]
@@ -141,14 +144,12 @@ def _pool_backward(
                         slot = t - spans[i, series, 0]
                         _write_logits(gate, bias, slots, t, h, slot, offset, logits)
                         at = t * steps[0] + h * steps[1] + offset
+                        row, own = stored[at : at + D], of_values[t, h, offset : offset + D]
                         for d in range(D):
                             share = exp2(logits[d] - peak[d]) / total[d] * grad[i, h, d]
-                            of_values[t, h, offset + d] += share
-                            logits[d] = share * (widen(stored[at + d]) - mean[d])
+                            own[d] += share
+                            logits[d] = share * (widen(row[d]) - mean[d])
                         if of_gate.size:
-                            for d in range(D):
-                                of_gate[t, h, offset + d] += logits[d]
+                            of_gate[t, h, offset : offset + D] += logits
                         if slots:
-                            row = of_bias[part, min(slot, slots - 1), h]
-                            for d in range(D):
-                                row[offset + d] += logits[d]
+                            of_bias[part, min(slot, slots - 1), h, offset : offset + D] += logits
