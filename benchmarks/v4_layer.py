@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -59,10 +60,8 @@ class Pair:
             raise _RecordedError
 
         hook = self.layer.register_forward_pre_hook(record, with_kwargs=True)
-        try:
+        with suppress(_RecordedError):
             self.model.model(inputs_embeds=x[None], use_cache=False)
-        except _RecordedError:
-            pass
         hook.remove()
         given["hidden_states"] = x[None]
 

@@ -46,9 +46,22 @@ def forward(
     sink = np.full(x.q.shape[1], -np.inf, np.float32)
     if x.sink is not None:
         sink = x.sink.detach().float().numpy() * LOG2_E
-    run(_forward, len(blocks) * kv_heads, blocks, size, kv_heads, x.v is None, indices is not None,
-        *layout, *_stored(x), x.k.shape[2], sink, np.float32(scale) * LOG2_E,
-        out.numpy(), lse.numpy())  # fmt: skip
+    run(
+        _forward,
+        len(blocks) * kv_heads,
+        blocks,
+        size,
+        kv_heads,
+        x.v is None,
+        indices is not None,
+        *layout,
+        *_stored(x),
+        x.k.shape[2],
+        sink,
+        np.float32(scale) * LOG2_E,
+        out.numpy(),
+        lse.numpy(),
+    )
     return out.to(x.q.dtype), lse
 
 
@@ -82,16 +95,36 @@ def backward(
     grad_k, grad_entry_k = zeros(x.k), zeros(x.entry_k)
     grad_v = grad_k if x.v is None else zeros(x.v)
     grad_entry_v = grad_entry_k if x.entry_v is None else zeros(x.entry_v)
-    run(_backward, parts * kv_heads, blocks, size, kv_heads, x.v is None, indices is not None,
-        *layout, *_stored(x), x.k.shape[2], D_v, flat(grad_out), lse.contiguous().numpy(),
-        shift.numpy(), np.float32(scale) * LOG2_E,
-        grad_q, grad_k, grad_v, grad_entry_k, grad_entry_v, grad_bias)  # fmt: skip
+    run(
+        _backward,
+        parts * kv_heads,
+        blocks,
+        size,
+        kv_heads,
+        x.v is None,
+        indices is not None,
+        *layout,
+        *_stored(x),
+        x.k.shape[2],
+        D_v,
+        flat(grad_out),
+        lse.contiguous().numpy(),
+        shift.numpy(),
+        np.float32(scale) * LOG2_E,
+        grad_q,
+        grad_k,
+        grad_v,
+        grad_entry_k,
+        grad_entry_v,
+        grad_bias,
+    )
     of_sink = None
     if x.sink is not None:
         of_sink = ((x.sink.float() - lse).exp().where(lse != -torch.inf, 0) * shift).sum(0)
-    summed = (torch.from_numpy(t).sum(0)
-              for t in (grad_k, grad_v, grad_entry_k, grad_entry_v, grad_bias))  # fmt: skip
-    grads = Operands(torch.from_numpy(grad_q), *summed, of_sink)
+    of_k, of_v, of_entry_k, of_entry_v, of_bias = (
+        torch.from_numpy(t).sum(0) for t in (grad_k, grad_v, grad_entry_k, grad_entry_v, grad_bias)
+    )
+    grads = Operands(torch.from_numpy(grad_q), of_k, of_v, of_entry_k, of_entry_v, of_bias, of_sink)
     return tuple(
         grad_out.new_empty(0) if t is None or grad is None else grad.to(t.dtype)
         for t, grad in zip(x, grads, strict=True)
@@ -225,8 +258,31 @@ def _absorb(queries, n_rows, keys, values, at, begin, n, lo, hi, bias, is_bad, a
 
 
 @fast
-def _forward(first, last, blocks, size, kv_heads, same, has_lists, own, cu_entries, n_visible,
-             raw_start, lists, q, k, v, entry_k, entry_v, bias, D, sink, factor, out, lse):  # fmt: skip
+def _forward(
+    first,
+    last,
+    blocks,
+    size,
+    kv_heads,
+    same,
+    has_lists,
+    own,
+    cu_entries,
+    n_visible,
+    raw_start,
+    lists,
+    q,
+    k,
+    v,
+    entry_k,
+    entry_v,
+    bias,
+    D,
+    sink,
+    factor,
+    out,
+    lse,
+):
     heads, per_view, D_v = out.shape[1] // kv_heads, kv_heads // len(cu_entries), out.shape[2]
     M = (size * heads + 7) // 8 * 8
     queries = np.empty((1, M, D), np.float32)
@@ -262,18 +318,56 @@ def _forward(first, last, blocks, size, kv_heads, same, has_lists, own, cu_entri
         rows = listed[:count] if has_lists else nothing
         for begin in range(0, count, _TILE):
             n = min(_TILE, count - begin)
-            any_bad = _load_tile(entry_k, entry_v, same, head, cu_entries[g, b], rows, begin, n, False,
-                                 keys, values, is_bad)  # fmt: skip
+            any_bad = _load_tile(
+                entry_k,
+                entry_v,
+                same,
+                head,
+                cu_entries[g, b],
+                rows,
+                begin,
+                n,
+                False,
+                keys,
+                values,
+                is_bad,
+            )
             _load_bias(bias, head, cu_entries[g, b], rows, begin, n, tile_bias)
-            _absorb(queries, n_rows, flat_keys, flat_values, at, begin, n, lo, hi, tile_bias, is_bad,
-                    any_bad, state)  # fmt: skip
+            _absorb(
+                queries,
+                n_rows,
+                flat_keys,
+                flat_values,
+                at,
+                begin,
+                n,
+                lo,
+                hi,
+                tile_bias,
+                is_bad,
+                any_bad,
+                state,
+            )
         start, stop = _tokens_read(begin_t, end_t, heads, raw_start[g], own, lo, hi)
         tile_bias[:] = 0
         for begin in range(start, stop, _TILE):
             n = min(_TILE, stop - begin)
             any_bad = _load_tile(k, v, same, kv, 0, nothing, begin, n, False, keys, values, is_bad)
-            _absorb(queries, n_rows, flat_keys, flat_values, at, begin, n, lo, hi, tile_bias, is_bad,
-                    any_bad, state)  # fmt: skip
+            _absorb(
+                queries,
+                n_rows,
+                flat_keys,
+                flat_values,
+                at,
+                begin,
+                n,
+                lo,
+                hi,
+                tile_bias,
+                is_bad,
+                any_bad,
+                state,
+            )
         for i in range(n_rows):
             t, h = begin_t + i // heads, kv * heads + i % heads
             lse[t, h] = merge(
@@ -287,16 +381,19 @@ def _forward(first, last, blocks, size, kv_heads, same, has_lists, own, cu_entri
 
 @jit
 def _entries_read(lists, has_lists, begin_t, end_t, kv, heads, n_visible, lo, hi, listed):
-    """Set the bounds of each row of a block; return how many entries it reads, or lists."""
+    """Set the bounds of each row of a block; return how many entries it reads.
+
+    Where there are lists, ``listed`` gets the visible entries of the block's one query.
+    """
     lo[:] = 0
     count = 0
     if has_lists:
         own = 0 if lists.shape[1] == 1 else kv
         for index in lists[begin_t, own]:
-            if index >= 0 and index < n_visible[begin_t]:
-                if count == 0 or index != listed[count - 1]:
-                    listed[count] = index
-                    count += 1
+            is_new = count == 0 or index != listed[count - 1]
+            if is_new and index >= 0 and index < n_visible[begin_t]:
+                listed[count] = index
+                count += 1
         hi[:] = count
         return count
     for t in range(begin_t, end_t):
@@ -307,7 +404,7 @@ def _entries_read(lists, has_lists, begin_t, end_t, kv, heads, n_visible, lo, hi
 
 @jit
 def _tokens_read(begin_t, end_t, heads, raw_start, own, lo, hi):
-    """Set the bounds of each row of a block; return the first token it reads, and one past its last."""
+    """Set the bounds of each row of a block; return the first token it reads and the end."""
     start, stop = raw_start[begin_t], own[begin_t] + 1
     for t in range(begin_t, end_t):
         lo[(t - begin_t) * heads : (t - begin_t + 1) * heads] = raw_start[t]
@@ -317,9 +414,38 @@ def _tokens_read(begin_t, end_t, heads, raw_start, own, lo, hi):
 
 
 @fast
-def _backward(first, last, blocks, size, kv_heads, same, has_lists, own, cu_entries, n_visible,
-              raw_start, lists, q, k, v, entry_k, entry_v, bias, D, D_v, grad_out, lse, shift, factor,
-              grad_q, grad_k, grad_v, grad_entry_k, grad_entry_v, grad_bias):  # fmt: skip
+def _backward(
+    first,
+    last,
+    blocks,
+    size,
+    kv_heads,
+    same,
+    has_lists,
+    own,
+    cu_entries,
+    n_visible,
+    raw_start,
+    lists,
+    q,
+    k,
+    v,
+    entry_k,
+    entry_v,
+    bias,
+    D,
+    D_v,
+    grad_out,
+    lse,
+    shift,
+    factor,
+    grad_q,
+    grad_k,
+    grad_v,
+    grad_entry_k,
+    grad_entry_v,
+    grad_bias,
+):
     heads, per_view = lse.shape[1] // kv_heads, kv_heads // len(cu_entries)
     M = (size * heads + 7) // 8 * 8
     flat_queries, flat_grads = np.empty(M * D, np.float32), np.empty(M * D_v, np.float32)
@@ -365,14 +491,39 @@ def _backward(first, last, blocks, size, kv_heads, same, has_lists, own, cu_entr
             rows = listed[:count] if has_lists else nothing
             for begin in range(0, count, _TILE):
                 n = min(_TILE, count - begin)
-                _load_tile(entry_k, entry_v, same, head, cu_entries[g, b], rows, begin, n, True,
-                           keys, values, is_bad)  # fmt: skip
+                _load_tile(
+                    entry_k,
+                    entry_v,
+                    same,
+                    head,
+                    cu_entries[g, b],
+                    rows,
+                    begin,
+                    n,
+                    True,
+                    keys,
+                    values,
+                    is_bad,
+                )
                 _load_bias(bias, head, cu_entries[g, b], rows, begin, n, tile_bias)
                 _tile_backward(
                     rows_of, n_rows, flat_keys, flat_values, at, begin, n, lo, hi, tile_bias, work
                 )
-                _scatter(of_keys, of_values, of_logits, n_rows, part, head, cu_entries[g, b], rows, begin, n,
-                         grad_entry_k, grad_entry_v, grad_bias)  # fmt: skip
+                _scatter(
+                    of_keys,
+                    of_values,
+                    of_logits,
+                    n_rows,
+                    part,
+                    head,
+                    cu_entries[g, b],
+                    rows,
+                    begin,
+                    n,
+                    grad_entry_k,
+                    grad_entry_v,
+                    grad_bias,
+                )
             start, stop = _tokens_read(begin_t, end_t, heads, raw_start[g], own, lo, hi)
             tile_bias[:] = 0
             for begin in range(start, stop, _TILE):
@@ -381,8 +532,21 @@ def _backward(first, last, blocks, size, kv_heads, same, has_lists, own, cu_entr
                 _tile_backward(
                     rows_of, n_rows, flat_keys, flat_values, at, begin, n, lo, hi, tile_bias, work
                 )
-                _scatter(of_keys, of_values, of_logits, n_rows, part, kv, 0, nothing, begin, n,
-                         grad_k, grad_v, grad_bias[:, :0])  # fmt: skip
+                _scatter(
+                    of_keys,
+                    of_values,
+                    of_logits,
+                    n_rows,
+                    part,
+                    kv,
+                    0,
+                    nothing,
+                    begin,
+                    n,
+                    grad_k,
+                    grad_v,
+                    grad_bias[:, :0],
+                )
             for i in range(n_rows):
                 t, h = begin_t + i // heads, kv * heads + i % heads
                 for d in range(D):
@@ -421,8 +585,21 @@ def _tile_backward(rows_of, n_rows, keys, values, at, begin, n, lo, hi, bias, wo
 
 
 @fast
-def _scatter(of_keys, of_values, of_logits, n_rows, part, head, first, listed, begin, n,
-             grad_k, grad_v, grad_bias):  # fmt: skip
+def _scatter(
+    of_keys,
+    of_values,
+    of_logits,
+    n_rows,
+    part,
+    head,
+    first,
+    listed,
+    begin,
+    n,
+    grad_k,
+    grad_v,
+    grad_bias,
+):
     for j in range(n):
         row = first + (listed[begin + j] if listed.size else begin + j)
         for d in range(of_keys.shape[2]):

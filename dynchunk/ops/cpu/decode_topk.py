@@ -33,15 +33,41 @@ def decode_topk(
     kept = min(topk, max(int(n_visible.max()), 0)) if len(q) else 0
     keys = np.empty((len(q), PARTS, kept), np.uint64)
     counts = np.empty((len(q), PARTS), np.int64)
-    run(_best_of_parts, counts.size, *at, flat(q), flat(k), flat(weights), *q.shape[1:], *k.shape[:2],
-        np.float32(scale), keys, counts)  # fmt: skip
+    run(
+        _best_of_parts,
+        counts.size,
+        *at,
+        flat(q),
+        flat(k),
+        flat(weights),
+        *q.shape[1:],
+        *k.shape[:2],
+        np.float32(scale),
+        keys,
+        counts,
+    )
     _best(keys, counts, scores.numpy(), indices.numpy())
     return scores, indices
 
 
 @jit
-def _best_of_parts(begin, end, pages, sequence, n_visible, q, k, weights, heads, D, n_pages, page_size,
-                   factor, keys, counts):  # fmt: skip
+def _best_of_parts(
+    begin,
+    end,
+    pages,
+    sequence,
+    n_visible,
+    q,
+    k,
+    weights,
+    heads,
+    D,
+    n_pages,
+    page_size,
+    factor,
+    keys,
+    counts,
+):
     stored, (page_step, row_step) = k
     kept = keys.shape[2]
     M = (heads + 7) // 8 * 8

@@ -42,8 +42,20 @@ def index_topk(
     layout = [x.long().contiguous().numpy() for x in (first, n_visible[0])]
     kept = min(topk, max(int(n_visible.max()), 0)) if len(q) else 0
     size = max(1, _ROWS // max(q.shape[1], 1))
-    run(_index_topk, -(-len(q) // size), size, *layout, flat(q), flat(k), flat(weights), *q.shape[1:],
-        kept, np.float32(scale), scores.numpy(), indices.numpy())  # fmt: skip
+    run(
+        _index_topk,
+        -(-len(q) // size),
+        size,
+        *layout,
+        flat(q),
+        flat(k),
+        flat(weights),
+        *q.shape[1:],
+        kept,
+        np.float32(scale),
+        scores.numpy(),
+        indices.numpy(),
+    )
     return scores, indices
 
 
@@ -61,7 +73,10 @@ def index_topk_backward(
     topk: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and weights; in torch, from the chosen keys only."""
+    """Return the gradients of q, k and weights: torch's matmuls over the chosen keys only.
+
+    Unlike the forward, their last bits may depend on other queries and on the number of threads.
+    """
     grad_q, grad_k, grad_weights = (torch.zeros(x.shape) for x in (q, k, weights))
     first = cu_entries[0, :-1].repeat_interleave(cu_seqlens_q.diff())[:, None]
     for start in range(0, len(q) if topk else 0, _CHUNK):
@@ -185,8 +200,9 @@ def write_best(keys, kept, scores, indices):
 
 
 @jit
-def _index_topk(begin, end, size, first, n_visible, q, k, weights, heads, D, kept, factor, scores,
-                indices):  # fmt: skip
+def _index_topk(
+    begin, end, size, first, n_visible, q, k, weights, heads, D, kept, factor, scores, indices
+):
     keys, (step,) = k
     M = (size * heads + 7) // 8 * 8
     queries, of_head = np.empty((1, M, D), np.float32), np.empty((size, heads), np.float32)
