@@ -127,12 +127,22 @@ def score_tile(queries, weights, count, k, at, n, factor, products, scores):
 
 
 @jit
+def _score(order):
+    """Return the score of a key's upper half."""
+    flipped = 0xFFFFFFFF - (order >> 31) * 0x7FFFFFFF  # only the sign, or all bits
+    return np.uint32(order ^ flipped).view(np.float32)
+
+
+@jit
 def push(scores, n, first, kept, keys, count, lowest):
     """Add the entries ``first ..`` of a tile to the candidates; return (their number, lowest).
 
     Keys up to ``lowest`` are not among the best. There is room for a tile beyond ``2 * kept``.
     """
+    floor = _score(np.uint32(lowest >> np.uint64(32)))  # NaN at first: nothing is below
     for j in range(n):
+        if scores[j] < floor:
+            continue
         score = scores[j] if scores[j] != 0 else np.float32(0)  # -0 is 0
         key = _key(score, first + j)
         if key > lowest:
@@ -154,13 +164,6 @@ def _key(score, index):
         bits = np.uint32(np.float32(score).view(np.uint32))
         order = np.uint32(~bits) if bits >> 31 else np.uint32(bits | 0x80000000)
     return (np.uint64(order) << np.uint64(32)) | np.uint64(0xFFFFFFFF - index)
-
-
-@jit
-def _score(order):
-    """Return the score of a key's upper half."""
-    flipped = 0xFFFFFFFF - (order >> 31) * 0x7FFFFFFF  # only the sign, or all bits
-    return np.uint32(order ^ flipped).view(np.float32)
 
 
 @jit
