@@ -10,7 +10,15 @@ from ops_oracle import normal
 from torch._dynamo.testing import CompileCounter
 
 from dynchunk.chunks import Chunks
-from dynchunk.ops import attend, attend_selected, attend_selected_chunks, index_topk, pool
+from dynchunk.ops import (
+    attend,
+    attend_selected,
+    attend_selected_chunks,
+    decode,
+    decode_topk,
+    index_topk,
+    pool,
+)
 from dynchunk.ops.layout import Reads, Spans
 
 VIEWS = [Chunks.fixed(2, [0, 5, 5, 11]), Chunks.fixed(3, [0, 5, 5, 11])]
@@ -19,6 +27,15 @@ READS, ONE_VIEW = Reads.of(VIEWS, window=2), Reads.of(VIEWS[0], window=0)
 SPANS = Spans.of(VIEWS[0])
 OVERLAPPING = Spans.of(VIEWS[0], overlap=True)
 LISTS = torch.tensor([[0, -1], [1, 1]]).repeat(6, 1)[:11, None]
+
+PAGES = torch.tensor([[[0, -1], [2, 3]], [[1, -1], [3, 2]]])
+#: sequence, n_visible, raw_begin, raw_end
+PLACES = (
+    torch.tensor([1, 0]),
+    torch.tensor([[3, 2], [4, 1]]),
+    torch.tensor([[0, 2], [1, 4]]),
+    torch.tensor([2, 4]),
+)
 
 Q, K, V = (11, 4, 3), (11, 2, 3), (11, 2, 2)
 ENTRY_K, ENTRY_V = (N, 1, 3), (N, 1, 2)
@@ -98,18 +115,52 @@ def check_compiled(name, backend):
         assert torch.equal(found, eager)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", CALLS)
-def test_opcheck(name, dtype, monkeypatch):
-    module, call, _ = CALLS[name]
+FORWARD_CALLS = {
+    "decode": (
+        decode,
+        lambda *x: decode.decode(*x[:5], PAGES, *PLACES, indices=LISTS[:2], bias=x[5], sink=x[6]),
+        [(2, 4, 3), (5, 2, 3), (5, 2, 2), (4, 2, 1, 3), (4, 2, 1, 2), (4, 2, 1), (4,)],
+    ),
+    "decode_topk": (
+        decode_topk,
+        lambda q, k, w: decode_topk.decode_topk(q, k, w, PAGES[:1], PLACES[0], PLACES[1][:1], 2),
+        [(2, 2, 3), (4, 2, 3), (2, 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("impl", "dtype"),
+    [
+        ("reference", torch.float64),
+        ("reference", torch.bfloat16),
+        ("cpu", torch.float32),
+        ("cpu", torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("name", [*CALLS, *FORWARD_CALLS])
+def test_opcheck(name, impl, dtype, monkeypatch):
+    module, call, shapes = (CALLS | FORWARD_CALLS)[name]
+    if impl not in module.OPS:
+        pytest.skip(f"{name} has no implementation {impl!r}")
     given = []
 
     def record(impl, ops, *operands):
         return lambda *args: given.append(args) or ops["reference"](*args)
 
     monkeypatch.setattr(module, "choose", record)
-    call(*inputs_of(name, dtype))
-    torch.library.opcheck(module.OPS["reference"], given[0])
+    has_gradient = name in CALLS
+    call(*(normal(*s, dtype=dtype, seed=i, grad=has_gradient) for i, s in enumerate(shapes)))
+    torch.library.opcheck(module.OPS[impl], given[0])
+
+
+@pytest.mark.parametrize("name", FORWARD_CALLS)
+def test_what_has_no_gradient_compiles_as_one_graph(name):
+    _, call, shapes = FORWARD_CALLS[name]
+    inputs = [normal(*shape, dtype=torch.float32, seed=i) for i, shape in enumerate(shapes)]
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for found, eager in zip(compiled(*inputs), call(*inputs), strict=True):
+        assert torch.equal(found, eager)
 
 
 @pytest.mark.parametrize(

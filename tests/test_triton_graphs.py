@@ -156,7 +156,9 @@ def test_attend_selected():
     entries, bias, sink, lse = torch.zeros(4, 2, 16), torch.zeros(4, 2), torch.zeros(2), x[..., 0]
     layout = integers((3,), (3,), (1, 3), (1, 11), (1, 11), (11, 1, 5))
     arguments = x, x.clone(), x.clone(), entries, entries.clone(), bias, sink, *layout, 0.25
-    assert kernels_in(ops.attend_selected_triton, *arguments) == [("forward_kernel", ["p_lse", "p_out"])]
+    assert kernels_in(ops.attend_selected_triton, *arguments) == [
+        ("forward_kernel", ["p_lse", "p_out"])
+    ]
     found = kernels_in(ops.attend_selected_triton_backward, x, lse, x, lse, *arguments)
     assert found == [
         ("query_gradients_kernel", ["p_grad_q", "p_shift"]),
@@ -172,7 +174,9 @@ def test_attend_selected_chunks(block):
     ops, x = torch.ops.dynchunk, torch.zeros(11, 2, 16)
     layout = integers((3,), (3,), (1, 3), (4,), (1, 11), (6, 1, 5))
     arguments = x, x.clone(), None, torch.zeros(2), *layout, block, 0.25
-    assert kernels_in(ops.attend_selected_chunks_triton, *arguments) == [("forward_kernel", ["p_lse", "p_out"])]
+    assert kernels_in(ops.attend_selected_chunks_triton, *arguments) == [
+        ("forward_kernel", ["p_lse", "p_out"])
+    ]
     given = x, x[..., 0], x, x[..., 0], *arguments
     found = kernels_in(ops.attend_selected_chunks_triton_backward, *given)
     assert found == [

@@ -23,7 +23,7 @@ class Mixed(NamedTuple):
     """What a layer returns."""
 
     out: Tensor  #: [S, dim]
-    index_loss: Tensor | None  #: what trains the indexer, a scalar; None without one
+    index_loss: Tensor | None  #: what trains the indexer, a scalar; None without one or gradients
 
 
 class ChunkedAttention(nn.Module):
@@ -132,7 +132,8 @@ class ChunkedAttention(nn.Module):
             choice = self.indexer(x.detach(), query.detach(), layout)
             heads = self.kv_heads // len(layout.views)
             indices = torch.stack(choice.indices, 1).repeat_interleave(heads, 1)
-            loss = index_loss(choice, q, entry_k, layout, self.policy.rope)
+            if torch.is_grad_enabled():
+                loss = index_loss(choice, q, entry_k, layout, self.policy.rope)
         out = attend_entries(
             q,
             k,

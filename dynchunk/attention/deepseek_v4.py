@@ -108,7 +108,8 @@ class V4Attention(nn.Module):
         if self.indexer is not None:
             choice = self.indexer(x.detach(), low_rank.detach(), layout)
             indices = choice.indices[0]
-            loss = index_loss(choice, q, entries, layout, self.policy.rope)
+            if torch.is_grad_enabled():
+                loss = index_loss(choice, q, entries, layout, self.policy.rope)
         out = attend_entries(
             q,
             kv,

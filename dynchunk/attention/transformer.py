@@ -27,7 +27,7 @@ class Output(NamedTuple):
     logits: Tensor  #: [T, vocab], or [B, L, vocab] with zeros on padding
     views: tuple[tuple[Chunks, ...], ...]  #: the chunks of each layer's views
     ratio_loss: Tensor | None  #: H-Net's, mean over routers; None without one
-    index_loss: Tensor | None  #: mean over layers with an indexer; None without one
+    index_loss: Tensor | None  #: mean over layers with an indexer; None without one or gradients
 
     @property
     def ratios(self) -> tuple[float, ...]:

@@ -97,6 +97,12 @@ def check_heads(q: Tensor, k: Tensor, sizes: dict[str, int]) -> None:
     sizes["H_kv/G"] = kv_heads // n_views
 
 
+def check_rows(x: Operands, cu_q: Tensor, cu_k: Tensor, cu_entries: Tensor) -> None:
+    """Verify that operands have the rows that a layout says; reads the layout's tensors."""
+    for name, rows, cu in (("q", x.q, cu_q), ("k", x.k, cu_k), ("entry_k", x.entry_k, cu_entries)):
+        require(len(rows) == int(cu.max()), name, f"{int(cu.max())} rows, as laid out", rows)
+
+
 def check_lists(indices: Tensor, k: Tensor, rows: int | None = None) -> Tensor:
     """Return lists of indices as [rows, 1 or H_kv, K]."""
     lists = indices[:, None] if indices.ndim == 2 else indices

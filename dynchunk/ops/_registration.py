@@ -8,6 +8,7 @@ operations: the compiler sees the kernels.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -98,6 +99,18 @@ def register_forward(
     op = (define or _define)(name, forward, schema.forward)
     op.register_fake(fake)
     return op
+
+
+def imported(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of ``dynchunk.ops.<module>`` that is imported when it is first called.
+
+    So that numba is imported where its loops run, and nowhere else.
+    """
+
+    def call(*args: Any) -> Any:
+        return getattr(importlib.import_module(f"dynchunk.ops.{module}"), name)(*args)
+
+    return call
 
 
 #: An operation, or what imports it: a kernel's libraries are imported when it is first used.

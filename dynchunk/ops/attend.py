@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from dynchunk.ops._attention import OPERANDS, Attended, Operands, default_scale, fake_attended
-from dynchunk.ops._registration import Implementation, Schema, choose, register
+from dynchunk.ops._registration import Implementation, Schema, choose, imported, register
 from dynchunk.ops.batched import attend as batched
 from dynchunk.ops.layout import Reads
 from dynchunk.ops.reference import attend as reference
@@ -52,6 +52,13 @@ OPS: dict[str, Implementation] = {
         "attend_batched", SCHEMA, batched.attend, batched.attend_backward, fake_attended
     ),
     "triton": _triton,
+    "cpu": register(
+        "attend_cpu",
+        SCHEMA,
+        imported("cpu.attend", "attend"),
+        imported("cpu.attend", "attend_backward"),
+        fake_attended,
+    ),
 }
 
 
@@ -90,7 +97,7 @@ def attend(
         A logit without a value.
     scale : float, optional
         Default: D^-1/2.
-    impl : {None, "reference", "batched", "triton"}
+    impl : {None, "reference", "batched", "cpu", "triton"}
         "triton" is the default on a GPU, for head dims up to 512. It takes on trust that k and the
         entries have the rows laid out, and that neither ``n_visible`` nor ``raw_start`` decreases
         within a sequence, as ``Reads.of`` makes them. "batched" pads all sequences to one length,

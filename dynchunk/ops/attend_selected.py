@@ -19,7 +19,7 @@ from dynchunk.ops._attention import (
     default_scale,
     fake_attended,
 )
-from dynchunk.ops._registration import Implementation, Schema, choose, register
+from dynchunk.ops._registration import Implementation, Schema, choose, imported, register
 from dynchunk.ops.layout import Reads
 from dynchunk.ops.reference import attend_selected as reference
 
@@ -53,6 +53,13 @@ OPS: dict[str, Implementation] = {
         fake_attended,
     ),
     "triton": _triton,
+    "cpu": register(
+        "attend_selected_cpu",
+        SCHEMA,
+        imported("cpu.attend_selected", "attend_selected"),
+        imported("cpu.attend_selected", "attend_selected_backward"),
+        fake_attended,
+    ),
 }
 
 
@@ -82,7 +89,7 @@ def attend_selected(
         query does not see, is none.
     reads : Reads
         What each query may read: ``Reads.of(chunks, window=..)``.
-    impl : {None, "reference", "triton"}
+    impl : {None, "reference", "cpu", "triton"}
 
     Returns
     -------

@@ -21,7 +21,7 @@ from dynchunk.ops._attention import (
     default_scale,
     fake_attended,
 )
-from dynchunk.ops._registration import Implementation, Schema, choose, register_forward
+from dynchunk.ops._registration import Implementation, Schema, choose, imported, register_forward
 from dynchunk.ops._shapes import check
 from dynchunk.ops.reference import decode as reference
 
@@ -50,6 +50,7 @@ def _triton() -> CustomOpDef:
 OPS: dict[str, Implementation] = {
     "reference": register_forward("decode_reference", SCHEMA, reference.decode, fake_attended),
     "triton": _triton,
+    "cpu": register_forward("decode_cpu", SCHEMA, imported("cpu.decode", "decode"), fake_attended),
 }
 
 
@@ -106,9 +107,10 @@ def decode(
         A logit without a value.
     scale : float, optional
         Default: D^-1/2.
-    impl : {None, "reference", "triton"}
-        "triton" is the default on a GPU; it computes in the dtype of the entries.
-        A query's result depends, to the last bit, neither on the other queries nor on where its
+    impl : {None, "reference", "cpu", "triton"}
+        "triton" computes in the dtype of the entries; "cpu" copies operands whose last dimension is
+        not dense. Neither takes float64. A query's result depends, to the last bit, neither on the
+        other queries nor on where its
         pages lie.
 
     Returns

@@ -12,7 +12,14 @@ from torch._library.custom_ops import CustomOpDef
 
 from dynchunk._checks import require, require_int
 from dynchunk.ops._attention import default_scale
-from dynchunk.ops._registration import Implementation, Schema, choose, register_forward, wide_dtype
+from dynchunk.ops._registration import (
+    Implementation,
+    Schema,
+    choose,
+    imported,
+    register_forward,
+    wide_dtype,
+)
 from dynchunk.ops._shapes import check
 from dynchunk.ops.index_topk import TopK
 from dynchunk.ops.reference import decode_topk as reference
@@ -57,6 +64,9 @@ def _triton() -> CustomOpDef:
 OPS: dict[str, Implementation] = {
     "reference": register_forward("decode_topk_reference", SCHEMA, reference.decode_topk, fake),
     "triton": _triton,
+    "cpu": register_forward(
+        "decode_topk_cpu", SCHEMA, imported("cpu.decode_topk", "decode_topk"), fake
+    ),
 }
 
 
@@ -87,7 +97,7 @@ def decode_topk(
         Any number; a query that sees fewer entries gets all of them.
     scale : float, optional
         Default: D^-1/2.
-    impl : {None, "reference", "triton"}
+    impl : {None, "reference", "cpu", "triton"}
 
     Returns
     -------

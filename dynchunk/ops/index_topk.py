@@ -16,7 +16,14 @@ from torch._library.custom_ops import CustomOpDef
 
 from dynchunk._checks import require_int
 from dynchunk.ops._attention import default_scale
-from dynchunk.ops._registration import Implementation, Schema, choose, register, wide_dtype
+from dynchunk.ops._registration import (
+    Implementation,
+    Schema,
+    choose,
+    imported,
+    register,
+    wide_dtype,
+)
 from dynchunk.ops._shapes import check
 from dynchunk.ops.layout import Reads
 from dynchunk.ops.reference import index_topk as reference
@@ -67,6 +74,13 @@ OPS: dict[str, Implementation] = {
         "index_topk_reference", SCHEMA, reference.index_topk, reference.index_topk_backward, fake
     ),
     "triton": _triton,
+    "cpu": register(
+        "index_topk_cpu",
+        SCHEMA,
+        imported("cpu.index_topk", "index_topk"),
+        imported("cpu.index_topk", "index_topk_backward"),
+        fake,
+    ),
 }
 
 
@@ -95,7 +109,7 @@ def index_topk(
         Any number; a query that sees fewer entries gets all of them.
     scale : float, optional
         Default: D^-1/2.
-    impl : {None, "reference", "triton"}
+    impl : {None, "reference", "cpu", "triton"}
         The reference computes a score in an order of its own, so that neither the batch nor how a
         prompt is split changes a bit of it.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from dynchunk._checks import require
-from dynchunk.ops._registration import Implementation, Schema, choose, register
+from dynchunk.ops._registration import Implementation, Schema, choose, imported, register
 from dynchunk.ops._shapes import check, expand
 from dynchunk.ops.layout import Spans
 from dynchunk.ops.reference import pool as reference
@@ -66,6 +66,13 @@ OPS: dict[str, Implementation] = {
         "pool_reference", SCHEMA, reference.pool, reference.pool_backward, fake_pool
     ),
     "triton": _triton,
+    "cpu": register(
+        "pool_cpu",
+        SCHEMA,
+        imported("cpu.pool", "pool"),
+        imported("cpu.pool", "pool_backward"),
+        fake_pool,
+    ),
 }
 
 
@@ -102,7 +109,7 @@ def pool(
         The row of ``values`` and ``gate`` that holds each token, a row of its own, such as
         :attr:`TilePlan.row_of_token <dynchunk.packing.TilePlan>`. No other row is read.
         Default: token t is row t.
-    impl : {None, "reference", "triton"}
+    impl : {None, "reference", "cpu", "triton"}
 
     Returns
     -------

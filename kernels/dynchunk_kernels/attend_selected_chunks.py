@@ -59,9 +59,7 @@ def _last_at_most(p_sorted, K, b_x):
 
 
 @triton.jit
-def _rows(
-    begin, end, block, h, i_m, R: tl.constexpr, BLOCK_M: tl.constexpr, H: tl.constexpr
-):
+def _rows(begin, end, block, h, i_m, R: tl.constexpr, BLOCK_M: tl.constexpr, H: tl.constexpr):
     """Return (queries, rows of queries times heads, which there are, heads) of a tile."""
     b_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     b_t = begin + b_m // R

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dynchunk._checks import require
-from dynchunk.ops._attention import Operands
+from dynchunk.ops._attention import Operands, check_rows
 from dynchunk.ops._registration import wide_dtype
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -133,8 +132,7 @@ def _views(
     raw_start: Tensor,
 ) -> Iterator[tuple[Operands, _Layout]]:
     """Yield the operands of each view and their layout."""
-    for name, t, cu in (("q", x.q, cu_q), ("k", x.k, cu_k), ("entry_k", x.entry_k, cu_entries)):
-        require(len(t) == int(cu.max()), name, f"{int(cu.max())} rows, as laid out", t)
+    check_rows(x, cu_q, cu_k, cu_entries)
     n = len(cu_entries)
     heads, kv_heads = x.q.shape[1] // n, x.k.shape[1] // n
     queries, tokens = _table(cu_q), _table(cu_k)

@@ -1,8 +1,14 @@
-"""numba implementations for CPU tensors. They do not hold the interpreter's lock while they run."""
+"""numba implementations for CPU tensors. They do not hold the interpreter's lock while they run.
+
+Compiled code is kept on disk, beside the source or in NUMBA_CACHE_DIR. numba looks for changes in
+a function's own file only: after an edit to a file that others import, clear that cache.
+"""
 
 from numba import njit
 
-#: Compiled code is kept on disk: beside the source, or in NUMBA_CACHE_DIR.
 jit = njit(cache=True, nogil=True)
 
-__all__ = ["jit"]
+#: For arithmetic whose order may change to make use of vectors; NaN and infinity keep their sense.
+fast = njit(cache=True, nogil=True, fastmath={"contract", "nsz", "reassoc"})
+
+__all__ = ["fast", "jit"]

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynchunk._checks import require
-from dynchunk.ops._attention import Operands
+from dynchunk.ops._attention import Operands, check_rows
 from dynchunk.ops._registration import wide_dtype
 
 
@@ -38,8 +37,7 @@ Mask = Callable[[Part], Tensor]
 
 def parts(x: Operands, cu_q: Tensor, cu_k: Tensor, cu_entries: Tensor) -> Iterator[Part]:
     """Yield the parts that have queries, view after view."""
-    for name, rows, cu in (("q", x.q, cu_q), ("k", x.k, cu_k), ("entry_k", x.entry_k, cu_entries)):
-        require(len(rows) == int(cu.max()), name, f"{int(cu.max())} rows, as laid out", rows)
+    check_rows(x, cu_q, cu_k, cu_entries)
     heads, kv_heads = x.q.shape[1] // len(cu_entries), x.k.shape[1] // len(cu_entries)
     for g, cu_view in enumerate(cu_entries):
         of_head, of_kv_head = (slice(g * n, (g + 1) * n) for n in (heads, kv_heads))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynchunk.ops._entries import inverse_rms, norm_backward, turn
 from dynchunk.ops._registration import wide_dtype
 
 
@@ -28,9 +29,9 @@ def pool(
     weights, read = _weights(pooled, values, gate, slot_bias, norm)
     entries = _sum(weights * read, pooled)
     if norm is not None:
-        entries = entries * _inverse_rms(entries, eps) * norm
+        entries = entries * inverse_rms(entries, eps) * norm
     if cos is not None and sin is not None:
-        entries = _turn(entries, cos, sin)
+        entries = turn(entries, cos, sin)
     return entries.to(values.dtype)
 
 
@@ -55,12 +56,9 @@ def pool_backward(
     mean = _sum(weights * read, pooled)
     grad, d_norm = grad.to(weights.dtype), grad.new_empty(0)
     if cos is not None and sin is not None:
-        grad = _turn(grad, cos, -sin)
+        grad = turn(grad, cos, -sin)
     if norm is not None:
-        scale = _inverse_rms(mean, eps)
-        d_norm = (grad * mean * scale).sum((0, 1)).to(norm.dtype)
-        grad = grad * norm
-        grad = scale * (grad - mean * scale.square() * (grad * mean).mean(-1, keepdim=True))
+        grad, d_norm = norm_backward(grad, mean, norm, eps)
     grad_read = weights * grad[pooled.entry]
     grad_logits = grad_read * (read - mean[pooled.entry])
     return (
@@ -149,20 +147,6 @@ def _logits(rows: _Rows, read: Tensor, gate: Tensor | None, slot_bias: Tensor | 
     if slot_bias is not None:
         logits = logits + _gather(slot_bias, _bias_row(rows, slot_bias), rows)
     return logits
-
-
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the last pairs of neighbouring channels of x [N, H, D] by angles [N, P]."""
-    cos, sin = (angles[:, None].to(x.dtype) for angles in (cos, sin))
-    first = x.shape[-1] - 2 * cos.shape[-1]
-    still, turning = x[..., :first], x[..., first:]
-    even, odd = turning[..., 0::2], turning[..., 1::2]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
-    return torch.cat([still, turned], -1)
 
 
 def _bias_row(rows: _Rows, slot_bias: Tensor) -> Tensor:

@@ -1,0 +1,270 @@
+"""Products of a few rows with many, in tiles whose sums stay in registers.
+
+numba's loops over rows leave sums in memory or pay for each call what a row of 128 numbers costs;
+so the two innermost loops are written in LLVM's own terms: vectors of 16 numbers, which it splits
+where the processor's are shorter. Rows of storage are named by their offsets in a flat array, in
+its own dtype, and widened to float32 in registers. Every sum has one order, whatever the tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from dynchunk.ops.cpu import jit
+
+ROWS = 8  #: lists of rows are padded to a multiple of it
+LANES = 16
+
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_VECTOR, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_MASK = ir.VectorType(ir.IntType(1), LANES)
+_ZERO = ir.Constant(_VECTOR, None)
+
+
+def widened(b: ir.IRBuilder, x: ir.Value, dtype: types.Type) -> ir.Value:
+    """Return stored numbers as float32: the bits of bfloat16 are uint16, of float16 int16."""
+    n = x.type.count
+    if dtype == types.uint16:
+        high = b.shl(b.zext(x, ir.VectorType(_I32, n)), _integers([16] * n))
+        return b.bitcast(high, ir.VectorType(_F32, n))
+    if dtype == types.int16:
+        return b.fpext(b.bitcast(x, ir.VectorType(ir.HalfType(), n)), ir.VectorType(_F32, n))
+    return x
+
+
+def _integers(values: Sequence[int]) -> ir.Constant:
+    return ir.Constant(ir.VectorType(_I32, len(values)), list(values))
+
+
+def _i64(value: int) -> ir.Constant:
+    return ir.Constant(_I64, value)
+
+
+def _call(b: ir.IRBuilder, name: str, returns: ir.Type, *args: ir.Value) -> ir.Value:
+    signature = ir.FunctionType(returns, [x.type for x in args])
+    return b.call(cgutils.get_or_insert_function(b.module, signature, name), args)
+
+
+def _splat(b: ir.IRBuilder, x: ir.Value, vector: ir.VectorType = _VECTOR) -> ir.Value:
+    one = b.insert_element(ir.Constant(vector, ir.Undefined), x, ir.Constant(_I32, 0))
+    return b.shuffle_vector(one, one, _integers([0] * LANES))
+
+
+def _fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    return _call(b, "llvm.fma.v16f32", _VECTOR, x, y, z)
+
+
+class _Array:
+    """A C-contiguous argument of one or two dimensions."""
+
+    def __init__(self, context, b, kind, value):
+        struct = context.make_array(kind)(context, b, value)
+        self.b, self.data, self.dtype = b, struct.data, kind.dtype
+        self.width = cgutils.unpack_tuple(b, struct.shape)[-1]
+
+    def at(self, *index):
+        """Return a pointer to an element, or to a row's first: an index is a sum of integers."""
+        row, column = index if len(index) == 2 else (None, index[0])
+        where = column if row is None else self.b.add(self.b.mul(row, self.width), column)
+        return self.b.gep(self.data, [where])
+
+    def load(self, pointer, mask):
+        """Load a vector of float32, zero where a mask does not hold."""
+        b, size = self.b, self.dtype.bitwidth // 8
+        vector = ir.VectorType(pointer.type.pointee, LANES)
+        pointer = b.bitcast(pointer, vector.as_pointer())
+        if mask is None:
+            x = b.load(pointer)
+            x.align = size
+        else:
+            name = f"llvm.masked.load.v16{'f32' if size == 4 else 'i16'}.p0"
+            given = pointer, ir.Constant(_I32, size), mask, ir.Constant(vector, None)
+            x = _call(b, name, vector, *given)
+        return widened(b, x, self.dtype)
+
+    def store(self, x, pointer, mask):
+        """Store a vector of float32, or where a mask holds."""
+        pointer = self.b.bitcast(pointer, x.type.as_pointer())
+        if mask is None:
+            self.b.store(x, pointer).align = 4
+        else:
+            given = x, pointer, ir.Constant(_I32, 4), mask
+            _call(self.b, "llvm.masked.store.v16f32.p0", ir.VoidType(), *given)
+
+
+def _each_vector(
+    b: ir.IRBuilder,
+    width: ir.Value,
+    sums: int,
+    step: Callable[[ir.Value, list[ir.Value], ir.Value | None], list[ir.Value]],
+) -> list[ir.Value]:
+    """Loop over vectors of a row, the last one under a mask; return sums that start at zero."""
+    whole = b.and_(width, _i64(-LANES))
+    before = b.block
+    loop, tail, rest, after = (b.append_basic_block(x) for x in ("loop", "tail", "rest", "after"))
+    b.cbranch(b.icmp_signed(">", whole, _i64(0)), loop, tail)
+    b.position_at_end(loop)
+    at, running = b.phi(_I64), [b.phi(_VECTOR) for _ in range(sums)]
+    new = step(at, running, None)
+    following = b.add(at, _i64(LANES))
+    b.cbranch(b.icmp_signed("<", following, whole), loop, tail)
+    _incoming(at, before, _i64(0), loop, following)
+    b.position_at_end(tail)
+    found = [b.phi(_VECTOR) for _ in range(sums)]
+    for x, total, value in zip(running, found, new, strict=True):
+        _incoming(x, before, _ZERO, loop, value)
+        _incoming(total, before, _ZERO, loop, value)
+    b.cbranch(b.icmp_signed("<", whole, width), rest, after)
+    b.position_at_end(rest)
+    left = _splat(b, b.trunc(b.sub(width, whole), _I32), _INTEGERS)
+    last = step(whole, found, b.icmp_signed("<", _integers(range(LANES)), left))
+    b.branch(after)
+    b.position_at_end(after)
+    results = [b.phi(_VECTOR) for _ in range(sums)]
+    for x, total, value in zip(results, found, last, strict=True):
+        _incoming(x, tail, total, rest, value)
+    return results
+
+
+def _incoming(phi, *pairs):
+    for block, value in zip(pairs[::2], pairs[1::2], strict=True):
+        phi.add_incoming(value, block)
+
+
+def _across(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+    """Sum each vector's lanes: a power of two of vectors become the lanes of one.
+
+    Halves of the lanes are added, of two vectors at a time, until a lane is left of each.
+    """
+    group = LANES
+    while group > 1:
+        pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else None
+        total = vectors[0].type.count * (2 if pairs else 1)
+        firsts = range(0, total, group)
+        low = _integers([first + i for first in firsts for i in range(group // 2)])
+        high = _integers([first + i for first in firsts for i in range(group // 2, group)])
+        vectors = [
+            b.fadd(b.shuffle_vector(x, y, low), b.shuffle_vector(x, y, high))
+            for x, y in pairs or [(vectors[0], vectors[0])]
+        ]
+        group //= 2
+    return vectors[0]
+
+
+def _tile(emit, m, n):
+    """Make a function of arrays from one that emits the code for a tile of m times n rows."""
+
+    @intrinsic
+    def tile(typing_context, few, i, flat, offsets, j, shift, out):
+        def generate(context, b, signature, args):
+            arrays = [_Array(context, b, signature.args[k], args[k]) for k in (0, 2, 3, 6)]
+            few, flat, offsets, out = arrays
+            first, start, shift = args[1], args[4], args[5]
+            rows = [b.add(first, _i64(a)) for a in range(m)]
+            columns = [b.add(start, _i64(a)) for a in range(n)]
+            many = [flat.at(b.add(b.load(offsets.at(x)), shift)) for x in columns]
+            emit(b, few, rows, columns, flat, many, out)
+            return context.get_dummy_value()
+
+        integer = types.int64
+        return types.void(few, integer, flat, offsets, integer, integer, out), generate
+
+    return tile
+
+
+def _emit_dots(b, few, rows, columns, flat, many, out):
+    mine = [few.at(row, _i64(0)) for row in rows]
+
+    def step(at, sums, mask):
+        x = [flat.load(b.gep(pointer, [at]), mask) for pointer in many]
+        y = [few.load(b.gep(pointer, [at]), mask) for pointer in mine]
+        pairs = [(u, v) for u in y for v in x]
+        return [_fma(b, u, v, total) for (u, v), total in zip(pairs, sums, strict=True)]
+
+    found = _across(b, _each_vector(b, few.width, len(mine) * len(many), step))
+    for a, row in enumerate(rows):
+        n = len(many)
+        own = b.shuffle_vector(found, found, _integers(range(a * n, a * n + n)))
+        out.store(own, out.at(row, columns[0]), None)
+
+
+def _emit_add(b, few, rows, columns, flat, many, out):
+    weights = [[_splat(b, b.load(few.at(row, x))) for x in columns] for row in rows]
+    mine = [out.at(row, _i64(0)) for row in rows]
+
+    def step(at, sums, mask):
+        x = [flat.load(b.gep(pointer, [at]), mask) for pointer in many]
+        for pointer, own in zip(mine, weights, strict=True):
+            total = out.load(b.gep(pointer, [at]), mask)
+            for weight, value in zip(own, x, strict=True):
+                total = _fma(b, weight, value, total)
+            out.store(total, b.gep(pointer, [at]), mask)
+        return sums
+
+    _each_vector(b, out.width, 0, step)
+
+
+_dots_2x1, _dots_2x8, _dots_4x4 = (_tile(_emit_dots, *x) for x in ((2, 1), (2, 8), (4, 4)))
+_add_2x1, _add_2x8, _add_4x4 = (_tile(_emit_add, *x) for x in ((2, 1), (2, 8), (4, 4)))
+
+
+@jit
+def dots(few, flat, offsets, step, n, heads, out):
+    """Write dot products of rows ``few`` [heads, M, D] with ``n`` rows of each head of a list.
+
+    Row j of head h starts at ``flat[offsets[j] + h * step]``; rows are taken in eights, their heads
+    side by side as they lie in memory, heads ``heads[0] .. heads[1] - 1``. The products go to
+    ``out`` [heads, M, n or more]. M is even, all arrays are C-contiguous.
+    """
+    M = few.shape[1]
+    if M == 2:
+        for j in range(n):
+            for h in range(heads[0], heads[1]):
+                _dots_2x1(few[h], 0, flat, offsets, j, h * step, out[h])
+        return
+    for j in range(0, n, ROWS):
+        for h in range(heads[0], heads[1]):
+            for i in range(0, M - 2, 4):
+                _dots_4x4(few[h], i, flat, offsets, j, h * step, out[h])
+                _dots_4x4(few[h], i, flat, offsets, j + 4, h * step, out[h])
+            if M % 4:
+                _dots_2x8(few[h], M - 2, flat, offsets, j, h * step, out[h])
+
+
+@jit
+def add_weighted(weights, flat, offsets, step, n, heads, out):
+    """Add ``weights`` [heads, M, n or more] times rows of a list to ``out`` [heads, M, D].
+
+    All else as for :func:`dots`.
+    """
+    M = out.shape[1]
+    if M == 2:
+        for j in range(n):
+            for h in range(heads[0], heads[1]):
+                _add_2x1(weights[h], 0, flat, offsets, j, h * step, out[h])
+        return
+    for j in range(0, n, ROWS):
+        for h in range(heads[0], heads[1]):
+            for i in range(0, M - 2, 4):
+                _add_4x4(weights[h], i, flat, offsets, j, h * step, out[h])
+                _add_4x4(weights[h], i, flat, offsets, j + 4, h * step, out[h])
+            if M % 4:
+                _add_2x8(weights[h], M - 2, flat, offsets, j, h * step, out[h])
+
+
+@intrinsic
+def widen(typing_context, x):
+    """Return one stored number as float32."""
+
+    def generate(context, b, signature, args):
+        one = b.insert_element(
+            ir.Constant(ir.VectorType(args[0].type, 1), ir.Undefined), args[0], ir.Constant(_I32, 0)
+        )
+        return b.extract_element(widened(b, one, signature.args[0]), ir.Constant(_I32, 0))
+
+    return types.float32(x), generate
