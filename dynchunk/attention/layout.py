@@ -91,16 +91,7 @@ class Layout:
 
     def read(self, view: int) -> Reads:
         """Return what queries read in one view alone."""
-        if len(self.views) == 1:
-            return self.reads
-        first = self.reads.cu_entries[view, 0]
-        last = self.reads.cu_entries[view, -1]
-        return self.reads._replace(
-            cu_entries=self.reads.cu_entries[view : view + 1] - first,
-            starts=self.reads.starts[first:last],
-            n_visible=self.reads.n_visible[view : view + 1],
-            raw_start=self.reads.raw_start[view : view + 1],
-        )
+        return self.reads if len(self.views) == 1 else self.reads.view(view)
 
 
 def positions(cu_seqlens: Tensor) -> Tensor:

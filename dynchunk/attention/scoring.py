@@ -31,6 +31,8 @@ class TokenScore(nn.Module):
     def __init__(self, spec: Hash | TokenClasses) -> None:
         super().__init__()
         self.spec = spec
+        #: Tokens before its own that a score reads.
+        self.reach = spec.n - 1 if isinstance(spec, Hash) else 0
 
     def forward(self, tokens: Tensor, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Return scores [T]."""
@@ -45,6 +47,7 @@ class LearnedScore(nn.Module):
 
     def __init__(self, reach: int, dim: int) -> None:
         super().__init__()
+        self.reach = reach
         self.weight = nn.Parameter(torch.randn(reach + 1, dim) * dim**-0.5)
 
     def forward(self, tokens: Tensor, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -64,6 +67,7 @@ class RouterScore(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
+        self.reach = 1
         self.similarity = SimilarityScore(dim)
 
     def forward(self, tokens: Tensor, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -100,6 +104,11 @@ def ratio_loss(p: Tensor, is_boundary: Tensor, ratio: float) -> Tensor:
     """
     share, mean = is_boundary.to(p.dtype).mean(), p.mean()
     return ratio / (ratio - 1) * ((ratio - 1) * share * mean + (1 - share) * (1 - mean))
+
+
+def has_credit(spec: ScoreSpec | None) -> bool:
+    """Return whether a score is added to the logits of the entries of its chunks."""
+    return isinstance(spec, Learned | Router) and spec.credit == "log_p"
 
 
 def log_p(spec: ScoreSpec | None, rule: BoundaryRule, scores: Tensor, cu: Tensor) -> Tensor | None:
@@ -145,6 +154,20 @@ class Segmenter(nn.Module):
         self.specs = score_specs(policy)
         self.scorers = nn.ModuleList(build_scorer(spec, dim) for spec in self.specs)
 
+    @property
+    def reach(self) -> int:
+        """Tokens before its own that a score reads, at most."""
+        return max((scorer.reach for scorer in self.scorers), default=0)
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether a score reads hidden states; else the ids of the tokens are enough."""
+        return any(isinstance(spec, Learned | Router) for spec in self.specs)
+
+    def scores(self, tokens: Tensor, hidden: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
+        """Return the scores [T] of packed sequences, for each of the policy's scorers."""
+        return [scorer(tokens, hidden, cu_seqlens) for scorer in self.scorers]
+
     def forward(
         self,
         tokens: Tensor,
@@ -159,7 +182,7 @@ class Segmenter(nn.Module):
             return Segmented((Chunks.fixed(rule.stride, cu_seqlens, rule.offset),), (None,), None)
         if rule is None:
             return Segmented((one_chunk_each(cu_seqlens),), (None,), None)
-        found = [scorer(tokens, hidden, cu_seqlens) for scorer in self.scorers]
+        found = self.scores(tokens, hidden, cu_seqlens)
         credits = [
             log_p(spec, rule, of_view, cu_seqlens)
             for spec, of_view in zip(self.specs, found, strict=True)
@@ -171,13 +194,14 @@ class Segmenter(nn.Module):
             if isinstance(spec, Router)
         ]
         if not self.has_score:
-            chunks.insert(0, rule(_given(scores, tokens).detach(), cu_seqlens))
+            chunks.insert(0, rule(given_scores(scores, tokens).detach(), cu_seqlens))
             credits.insert(0, credit)
         loss = torch.stack(losses).mean() if losses else None
         return Segmented(tuple(chunks), tuple(credits), loss)
 
 
-def _given(scores: Tensor | None, tokens: Tensor) -> Tensor:
+def given_scores(scores: Tensor | None, tokens: Tensor) -> Tensor:
+    """Return the caller's scores [T], for a policy that has none of its own."""
     if scores is None or scores.shape != tokens.shape:
         expected = f"[{len(tokens)}], or chunks: the policy has no score of its own"
         raise ValueError(f"scores: expected scores {expected}, got {describe(scores)}")
