@@ -215,9 +215,7 @@ def test_what_a_stream_keeps_does_not_grow_with_it():
         stream.forget(len(stream) - 64)
     assert stream.nbytes < 4000
     assert len(stream.boundaries) < 64
-    with pytest.raises(
-        ValueError, match=r"at least 4936 \(the rest is forgotten\)"
-    ):
+    with pytest.raises(ValueError, match=r"at least 4936 \(the rest is forgotten\)"):
         stream.truncate(4935)
     with pytest.raises(ValueError, match="chunks: expected a stream that forgot nothing"):
         stream.chunks()

@@ -133,4 +133,3 @@ def _of_pool(pool: PagePool) -> Found:
         "pages that nobody holds are free",
         sorted(pool.free) == [page for page in range(len(pool)) if not holds[page]],
     )
-    yield "few pages are free", len(pool.free) <= 3 + pool.used // 8

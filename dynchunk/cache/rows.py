@@ -37,6 +37,7 @@ class Move(NamedTuple):
 
     row_of_first: Integers  #: [B], row of each sequence's token 0 in what the step reads
     new: Integers  #: rows there of the new tokens
+    size: int  #: rows of the buffers that stay
     packed: Packing | None
 
 
@@ -48,7 +49,6 @@ class Packing(NamedTuple):
     held_to: Integers  #: and in the packed one
     kept: Integers  #: rows of the tokens to hold in the packed buffer
     kept_to: Integers  #: and in the new one
-    size: int  #: rows of the new buffer
 
 
 class RowMap:
@@ -71,7 +71,7 @@ class RowMap:
             return self._pack(counts, begin)
         new = ranges(self.row_of_first + self.end, counts)
         self.begin, self.end = begin, end
-        return Move(self.row_of_first, new, None)
+        return Move(self.row_of_first, new, len(end) * self.capacity, None)
 
     def _pack(self, counts: Integers, begin: Integers) -> Move:
         held, end = self.end - self.begin, self.end + counts
@@ -86,11 +86,10 @@ class RowMap:
             ranges(first + self.begin, held),
             ranges(first + begin, kept),
             ranges(self.row_of_first + begin, kept),
-            len(end) * self.capacity,
         )
         new = ranges(first + self.end, counts)
         self.begin, self.end = begin, end
-        return Move(first, new, packing)
+        return Move(first, new, len(end) * self.capacity, packing)
 
     def _fit(self, kept: int) -> None:
         wanted = kept + kept // 16 + _SLACK
@@ -146,6 +145,8 @@ class Rows(dict[str, Tensor]):
         self.check(new, len(move.new))
         if move.packed is None:
             for name, x in new.items():
+                if name not in self:
+                    self[name] = x.new_empty(move.size, *x.shape[1:])
                 self[name].index_copy_(0, _index(move.new, x), x)
             return {name: self[name] for name in new}
         read = {}
@@ -155,7 +156,7 @@ class Rows(dict[str, Tensor]):
             if name in self:
                 packed[_index(move.packed.held_to, x)] = self[name][_index(move.packed.held, x)]
             packed[_index(move.new, x)] = x
-            self._keep(name, packed, move.packed)
+            self._keep(name, packed, move.packed, move.size)
             read[name] = packed
         return read
 
@@ -163,7 +164,7 @@ class Rows(dict[str, Tensor]):
         """Move what is held into buffers of another size."""
         assert move.packed is not None
         for name, x in self.items():
-            self._keep(name, x[_index(move.packed.held, x)], move.packed)
+            self._keep(name, x[_index(move.packed.held, x)], move.packed, move.size)
 
     def select(self, index: Integers, capacity: int) -> None:
         """Keep the sequences of ``index``, in that order."""
@@ -190,10 +191,10 @@ class Rows(dict[str, Tensor]):
             expected = f"a {kind} tensor of shape {[count, *like.shape[1:]]}"
             require(len(x) == count and same, name, expected, x)
 
-    def _keep(self, name: str, packed: Tensor, packing: Packing) -> None:
+    def _keep(self, name: str, packed: Tensor, packing: Packing, size: int) -> None:
         held = self.get(name)
-        if held is None or len(held) != packing.size:
-            held = packed.new_empty(packing.size, *packed.shape[1:])
+        if held is None or len(held) != size:
+            held = packed.new_empty(size, *packed.shape[1:])
         held[_index(packing.kept_to, packed)] = packed[_index(packing.kept, packed)]
         self[name] = held
 

@@ -1,0 +1,699 @@
+"""The streaming cache: the field's cases, what it holds, files, errors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from itertools import combinations, pairwise
+
+import attention_oracle as oracle
+import pytest
+import torch
+from attention_oracle import HEADS, POLICIES, VOCAB
+from ops_oracle import assert_close
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_cache_machine import MODELS, expected_logits, model_of
+
+from dynchunk.attention import (
+    AsScored,
+    ChunkedAttention,
+    ChunkedTransformer,
+    MeanPool,
+    ModelConfig,
+    Policy,
+    Rope,
+    Shifted,
+    hca,
+)
+from dynchunk.attention.deepseek_v4 import V4Attention, V4Sizes
+from dynchunk.boundaries import BoundaryRule, FixedStride
+from dynchunk.cache import Cache
+from dynchunk.cache.closings import Closings, follow
+from dynchunk.cache.rows import FEW
+from dynchunk.chunks import Chunks, InvariantError
+from dynchunk.testing import strategies
+
+policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+models = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def ids(*shape, seed=0, vocab=VOCAB):
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def build(policy, layers=2, dtype=torch.float64, **options):
+    options = {"shared_kv": True, "slopes": True} | options
+    config = ModelConfig(VOCAB, 8, layers, 2, 1, 8, 12, pattern=(policy,), **options)
+    torch.manual_seed(0)
+    return oracle.randomise(ChunkedTransformer(config)).to(dtype)
+
+
+def stream(model, tokens, sizes, cache=None):
+    """Logits of one sequence in pieces of these sizes."""
+    cache = Cache.of(model.config) if cache is None else cache
+    pieces = tokens.split(list(sizes))
+    return torch.cat([model(piece, cache=cache.check()).logits for piece in pieces])
+
+
+def poison(cache):
+    """Put NaN wherever nothing may be read: free pages, rows that are not held, ends of pages."""
+    for i, layer in enumerate(cache.layers):
+        layout = cache.layout(i)
+        used = torch.from_numpy(layout.map.rows())
+        for x in layer.rows.values():
+            kept = x[used].clone()
+            x.fill_(torch.nan)
+            x[used] = kept
+        views = range(len(layout.policy.views))
+        rows = [
+            torch.from_numpy(layout.table.rows(g, b, 0, layout.entries(g, b)))
+            for g in views
+            for b in range(cache.batch)
+        ]
+        for x in layer.entries.values():
+            flat = x.flatten(0, 1)
+            kept = flat[torch.cat(rows)].clone()
+            flat.fill_(torch.nan)
+            flat[torch.cat(rows)] = kept
+    return cache
+
+
+# P3: any split of a prompt is one shot
+
+
+@policies
+def test_token_by_token_and_in_pieces_equals_one_shot(policy):
+    model, tokens = build(policy), ids(70)
+    whole = model(tokens).logits
+    for sizes in ([1] * 70, [70], [FEW + 4, 1, 1, 48], [3, 0, 17, 1, 29, 20]):
+        assert_close(stream(model, tokens, sizes), whole)
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@policies
+def test_any_heads(policy, heads):
+    queries, kv_heads, shared_kv = heads
+    config = ModelConfig(
+        VOCAB, 8, 2, queries, kv_heads, 8, 12, pattern=(policy,), shared_kv=shared_kv
+    )
+    model, tokens = oracle.randomise(ChunkedTransformer(config)).double(), ids(40)
+    sizes = [20, *[1] * 10, 5, 5]
+    assert_close(stream(model, tokens, sizes), model(tokens).logits)
+
+
+@models
+def test_case_3_a_prompt_in_two_or_three_pieces(name):
+    model, tokens = MODELS[name](), ids(13)
+    whole = model(tokens).logits
+    for first, second in combinations(range(1, 13), 2):
+        assert_close(stream(model, tokens, [first, second - first, 13 - second]), whole)
+
+
+@models
+def test_rows_of_a_ragged_batch_and_padding_equal_each_alone(name):
+    model, rows = MODELS[name](), [ids(n, seed=n) for n in (30, 7, 0, 19)]
+    cache = Cache.of(model.config, 4)
+    got = [[] for _ in rows]
+    at = [0] * 4
+    for step in range(6):
+        counts = [
+            min((step * (b + 3)) % 8 + 3 * (b == 0), len(r) - at[b]) for b, r in enumerate(rows)
+        ]
+        width = max(counts)
+        tokens = torch.full((4, width), 10**9)  # no such token
+        mask = torch.zeros(4, width, dtype=torch.bool)
+        for b, n in enumerate(counts):
+            tokens[b, width - n :], mask[b, width - n :] = rows[b][at[b] : at[b] + n], True
+            at[b] += n
+        logits = model(tokens, mask=mask, cache=poison(cache)).logits
+        for b in range(4):
+            got[b].append(logits[b][mask[b]])
+    assert cache.check().lengths == tuple(at)
+    assert at[1] == 7
+    for b, row in enumerate(rows):
+        if at[b]:
+            assert_close(torch.cat(got[b]), model(row[: at[b]]).logits)
+
+
+@models
+def test_last_gives_the_last_logits_of_each_sequence(name):
+    model, tokens = MODELS[name](), ids(30)
+    cache = Cache.of(model.config, 2)
+    got = model(tokens, [0, 12, 30], last=1, cache=cache).logits
+    assert_close(got, model(tokens, [0, 12, 30], last=1).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_any_dtype(dtype):
+    model, tokens = build(POLICIES["overlap"], slopes=False).to(dtype), ids(40)
+    cache = Cache.of(model.config)
+    got = stream(model, tokens, [25, *[1] * 15], cache).double()
+    assert all(x.dtype == dtype for x in cache.layers[0].entries.values())
+    expected = model.double()(tokens).logits
+    rms = ((got - expected).square().mean() / expected.square().mean()).sqrt()
+    assert rms < {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}[dtype]
+
+
+def test_scores_that_the_caller_gives():
+    policy = Policy(BoundaryRule(1, max_length=5), window=8, reduction=MeanPool())
+    model, tokens, scores = build(policy), ids(30), torch.rand(30, dtype=torch.float64)
+    cache, got = Cache.of(model.config), []
+    for a, b in pairwise([0, 11, 12, 13, 30]):
+        got.append(model(tokens[a:b], scores=scores[a:b], cache=cache).logits)
+    assert_close(torch.cat(got), model(tokens, scores=scores).logits)
+    with pytest.raises(ValueError, match=r"scores: expected scores \[1\]"):
+        model(tokens[:1], cache=cache)
+    cache.reset()
+    with pytest.raises(ValueError, match="scores: expected numbers, got 'NaN'"):
+        model(tokens[:2], scores=scores[:2] * torch.nan, cache=cache)
+
+
+def test_v4_attention_streams():
+    sizes = V4Sizes(dim=16, heads=2, head_dim=16, query_rank=8, groups=2, output_rank=4)
+    for policy in (POLICIES["top-2"], POLICIES["overlap"], POLICIES["sliding"]):
+        layer = oracle.randomise(V4Attention(policy, sizes)).double()
+        x, cache, got = torch.randn(30, 16, dtype=torch.float64), Cache(policy), []
+        for piece in x.split([20, *[1] * 10]):
+            cache.append(len(piece))
+            got.append(layer(piece, cache=cache.layers[0]).out)
+        rule = policy.boundaries
+        chunks = Chunks.fixed(100 if rule is None else rule.stride, 30)
+        assert_close(torch.cat(got), layer(x, chunks).out)
+
+
+@policies
+def test_its_chunks_are_those_of_the_whole(policy):
+    if policy.boundaries is None:
+        return
+    model, tokens = build(policy, layers=1), ids(40)
+    cache = Cache.of(model.config, 2)
+    for piece in tokens.split([9, 1, 1, 29]):
+        model(torch.stack([piece, piece]), cache=cache)
+    views = model(torch.stack([tokens, tokens])).views[0]
+    for ours, theirs in zip(cache.chunks(), views, strict=True):
+        assert torch.equal(ours.starts, theirs.starts)
+        assert torch.equal(ours.visible_from, theirs.visible_from)
+
+
+@pytest.mark.parametrize("k", [-3, -1, 0, 1, 2, 5])
+@pytest.mark.parametrize("n", [0, 1, 2, 5, 23])
+def test_derived_views_follow_as_chunks_derive_them(k, n):
+    from dynchunk.attention import Midpoints
+
+    for seed in range(8):
+        scores = torch.rand(n, generator=torch.Generator().manual_seed(seed))
+        rule = BoundaryRule(seed % 2, max_length=4 + seed)
+        base, moved, middle = Closings(), Closings(), Closings()
+        rule_stream = rule.stream()
+        for t in range(n):
+            for one in rule_stream.push(float(scores[t])):
+                if one.position:
+                    base.append([one.position], [one.confirmed_at])
+            follow(Shifted(k), base, moved, t + 1)
+            follow(Midpoints(), base, middle, t + 1)
+        for ours, theirs in ((moved, rule(scores).shifted(k)), (middle, rule(scores).midpoints())):
+            closed = theirs.is_closed
+            assert ours.ends.tolist() == theirs.ends[closed].tolist()
+            assert ours.known.tolist() == theirs.visible_from[closed].tolist()
+
+
+# P7: going back
+
+
+@models
+def test_case_4_draft_tokens_that_are_taken_back(name):
+    model, prompt = MODELS[name](), ids(23)
+    for drafts in (1, 2, 4, 5, 8, 12):
+        draft, rest = ids(drafts, seed=drafts), ids(9, seed=99)
+        cache = Cache.of(model.config, rollback=12)
+        model(prompt, cache=cache)
+        for accepted in range(drafts + 1):
+            one = cache.fork()
+            model(draft, cache=one)
+            one.crop(accepted - drafts or 23 + drafts)
+            got = stream(model, rest, [1] * 9, one)
+            whole = torch.cat([prompt, draft[:accepted], rest])
+            assert_close(got, model(whole).logits[-9:])
+
+
+@models
+def test_case_11_crop_to_any_length_then_other_tokens(name):
+    model, tokens = MODELS[name](), ids(26)
+    for p in range(27):
+        cache = Cache.of(model.config, rollback=None)
+        stream(model, tokens, [20, *[1] * 6], cache)
+        other = ids(12, seed=p + 1)
+        poison(cache).crop(p)
+        got = stream(model, other, [1, 2, 9], cache)
+        assert_close(got, model(torch.cat([tokens[:p], other])).logits[p:])
+
+
+@policies
+def test_crop_within_the_rollback_after_many_tokens(policy):
+    model, tokens = build(policy), ids(150)
+    cache = Cache.of(model.config, rollback=20)
+    stream(model, tokens, [60, *[1] * 60, 30], cache)
+    assert cache.croppable == (130,)
+    for p in (149, 140, 133, 130):
+        other = ids(10, seed=p)
+        one = poison(cache).fork()
+        one.crop(p)
+        got = stream(model, other, [1, 9], one)
+        assert_close(got, model(torch.cat([tokens[:p], other])).logits[p:])
+
+
+def test_a_crop_beyond_the_limit_says_which_and_changes_nothing():
+    model, tokens = build(POLICIES["hash-moved"]), ids(2, 90)
+    cache = Cache.of(model.config, 2, rollback=16)
+    model(tokens, cache=cache)
+    message = (
+        r"n: sequence 1 has lost the raw tokens to go back from 90 to 73; it can go back to 74 "
+        r"\(rollback=16\), or to 0"
+    )
+    with pytest.raises(ValueError, match=message):
+        cache.crop([80, 73])
+    assert cache.check().lengths == (90, 90)
+    cache.crop([80, 0])
+    assert cache.check().lengths == (80, 0)
+    cache.crop(500)
+    assert cache.lengths == (80, 0)
+
+
+# P8: other rows
+
+
+@models
+def test_case_27_beams_are_reordered_in_the_middle_of_chunks(name):
+    model = MODELS[name]()
+    for n in range(1, 12):
+        rows = [ids(n, seed=1).tolist(), ids(n, seed=2).tolist(), ids(n, seed=3).tolist()]
+        cache = Cache.of(model.config, 3)
+        model(torch.tensor(rows), cache=cache)
+        poison(cache).reorder(torch.tensor([1, 0, 0]))
+        rows = [rows[1], rows[0], rows[0]]
+        for step in range(4):
+            more = ids(3, 1, seed=10 * n + step)
+            got = model(more, cache=cache.check()).logits
+            rows = [row + new for row, new in zip(rows, more.tolist(), strict=True)]
+            assert_close(got[:, 0], expected_logits(model, rows, [1, 1, 1]))
+
+
+@models
+def test_case_6_a_slot_that_is_used_again_with_anothers_prefix(name):
+    model, first, second = MODELS[name](), ids(25, seed=1), ids(11, seed=2)
+    cache = Cache.of(model.config, 2, rollback=None)
+    model(torch.cat([first, second]), [0, 25, 36], cache=cache)
+    cache.reset(1)  # the second sequence has ended; another begins with 17 tokens of the first
+    poison(cache).select([0, 0])
+    cache.crop([25, 17])
+    rest = ids(9, seed=3)
+    for piece in rest.split([1, 1, 7]):
+        got = model(piece, [0, 0, len(piece)], cache=poison(cache).check()).logits
+    assert_close(got, model(torch.cat([first[:17], rest])).logits[-7:])
+    assert_close(
+        model(rest[:1], [0, 1, 1], cache=cache).logits,
+        model(torch.cat([first, rest[:1]])).logits[-1:],
+    )
+
+
+@models
+def test_case_7_a_fork_reuses_all_closed_chunks(name):
+    model, tokens = MODELS[name](), ids(15)
+    cache = Cache.of(model.config, rollback=None, page_size=1)
+    model(tokens, cache=cache)
+    logits = model(ids(5, seed=9), cache=cache.fork()).logits
+    for p in range(13):
+        one = cache.fork()
+        one.crop(p)
+        for i in range(len(cache.layouts)):
+            layout, theirs = one.layouts[i], cache.layouts[i]
+            for g in range(len(layout.policy.views)):
+                pages = layout.table.held[g][0]
+                assert len(pages) == layout.entries(g, 0)
+                assert pages == theirs.table.held[g][0][: len(pages)]
+            assert layout.table.pool is theirs.table.pool
+        rest = ids(9, seed=p)
+        got = stream(model, rest, [1, 1, 7], one)
+        assert_close(got, model(torch.cat([tokens[:p], rest])).logits[p:])
+        cache.check()
+    assert_close(model(ids(5, seed=9), cache=cache).logits, logits)
+
+
+def test_forks_write_into_copies_and_leave_their_pages_when_they_go():
+    model, tokens = build(POLICIES["fixed"], layers=1), ids(100)
+    cache = Cache.of(model.config, page_size=8)
+    model(tokens, cache=cache)
+    pool = cache.layouts[0].table.pool
+    used = pool.used
+    forks = [cache.fork() for _ in range(5)]
+    assert pool.used == used  # 33 entries in 5 pages, held six times
+    for i, fork in enumerate(forks):
+        stream(model, ids(6, seed=i), [6], fork)
+    assert pool.used == used + 5  # the last page of each
+    del forks, fork
+    cache.check()
+    assert pool.used == used
+
+
+# What is held
+
+
+def held(cache):
+    tensors = [x for layer in cache.layers for x in (*layer.rows.values(), *layer.entries.values())]
+    return sum(x.untyped_storage().nbytes() for x in tensors)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(FixedStride(4), window=128, reduction=MeanPool()),
+        Policy(BoundaryRule(1, max_length=8), window=16, reduction=MeanPool()),
+        Policy(FixedStride(8), views=(AsScored(), Shifted(4)), window=16, reduction=MeanPool()),
+        Policy(window=None),
+    ],
+    ids=["fixed", "content", "views", "full"],
+)
+def test_bytes_held_at_100k_tokens(policy):
+    layer, cache = ChunkedAttention(policy, 64, 4, 2, shared_kv=True), Cache(policy)
+    x = torch.randn(100_000, 64)
+    for piece in x.split(1_000):
+        cache.append(
+            len(piece),
+            torch.rand(len(piece)) if isinstance(policy.boundaries, BoundaryRule) else (),
+        )
+        state, k = cache.layers[0], piece.new_zeros(len(piece), 2, 16)
+        pooled = state.extend(k=k, raw_k=k) if policy.boundaries else state.extend(k=k)
+        if pooled is not None:
+            state.close(k=layer._pool(None, pooled["raw_k"], None, state.step.closed.spans)[0])
+        state._done = state.step  # nothing reads it here
+    cache.check()
+    assert held(cache) <= cache.nbytes <= 1.15 * cache.logical_nbytes
+    ratio = 1 if policy.boundaries is None else 2.5
+    per_token = 2 * 16 * 4
+    assert cache.logical_nbytes <= 100_000 * (per_token / ratio + 40)
+
+
+def test_a_decode_step_allocates_nothing_that_grows_with_the_context():
+    model = build(POLICIES["fixed"], layers=1, dtype=torch.float32, slopes=False)
+    largest = []
+    for n in (200, 3_200):
+        cache = Cache.of(model.config)
+        model(ids(n), last=1, cache=cache)
+        stream(model, ids(80), [1] * 80, cache)
+        entries = cache.layers[0].entries["k"]
+        where, size = entries.data_ptr(), len(entries)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            model(ids(1), cache=cache)
+        assert (entries.data_ptr(), len(entries)) == (where, size)
+        names = ("dynchunk::", "aten::einsum", "aten::bmm")  # what attends reads all there is
+        events = [e for e in profile.events() if not e.name.startswith(names)]
+        largest.append(len(events))
+        assert cache.layers[0].entries["k"].data_ptr() == where
+    assert largest[0] == largest[1]
+
+
+def test_case_34_what_is_dropped_is_given_back():
+    model = build(POLICIES["fixed"], layers=1)
+    cache = Cache.of(model.config, 8, rollback=None)
+    model(ids(8, 400), cache=cache)
+    before = cache.nbytes
+    cache.select([3])
+    assert cache.check().nbytes < before / 6
+    assert held(cache) < cache.nbytes
+    cache.crop(10)
+    assert cache.check().nbytes < before / 25
+    empty = Cache.of(model.config).nbytes
+    cache.reset()
+    assert cache.nbytes == empty
+
+
+def test_case_36_kv_heads_are_not_repeated():
+    policy = Policy(FixedStride(4), window=8, reduction=MeanPool())
+    config = ModelConfig(VOCAB, 36, 1, 9, 3, 4, pattern=(policy,))
+    cache = Cache.of(config)
+    ChunkedTransformer(config)(ids(4_000), last=1, cache=cache)
+    entries, raw = 1_000, 64 + 8
+    of_head = 2 * 4 * 4  # keys and values, 4 channels, 4 bytes
+    assert cache.physical_lengths(0) == (entries + raw - 1,)
+    bound = 3 * of_head * (entries * 1.15 + 3 * raw) + entries * (16 + 3 * 4) + 8_000
+    assert held(cache) < bound
+
+
+def test_logical_and_physical_lengths():
+    model = build(POLICIES["fixed-staggered"], layers=1)
+    cache = Cache.of(model.config, 2, rollback=0)
+    model(ids(60), [0, 40, 60], cache=cache)
+    assert cache.lengths == (40, 20)
+    # Two views of 4 tokens an entry, and the raw rows of a window of 4 less the next token.
+    assert cache.physical_lengths(0) == (10 + 10 + 3, 5 + 5 + 3)
+    assert "lengths=[40, 20]" in repr(cache)
+
+
+# Files
+
+
+@models
+def test_case_8_save_and_load_at_every_length(name, tmp_path):
+    model, tokens = MODELS[name](), ids(24)
+    whole = model(tokens).logits
+    path = tmp_path / "cache.safetensors"
+    for n in range(12):
+        cache = Cache.of(model.config, 2, rollback=5)
+        model(torch.cat([tokens[:n], tokens[: n // 2]]), [0, n, n + n // 2], cache=cache)
+        poison(cache).save(path)
+        again = Cache.load(path, model.config)
+        assert again.check().lengths == (n, n // 2)
+        assert again.croppable == cache.croppable
+        pieces = zip(tokens[n : n + 8], tokens[n // 2 : n // 2 + 8], strict=True)
+        for i, piece in enumerate(pieces):
+            logits = model(torch.stack(piece), [0, 1, 2], cache=poison(again)).logits
+            assert_close(logits, whole[[n + i, n // 2 + i]])
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = MODELS["learned"]()
+    cache = Cache.of(model.config, rollback=9)
+    model(ids(30), cache=cache)
+    path = tmp_path / "cache.safetensors"
+    cache.save(path)
+    return model, path
+
+
+def test_case_8_a_file_that_lacks_any_field_is_refused(saved):
+    model, path = saved
+    tensors = load_file(path)
+    with safe_open(path, "pt") as file:
+        metadata = dict(file.metadata())
+    assert len(tensors) > 20
+    for name in tensors:
+        save_file({key: x for key, x in tensors.items() if key != name}, path, metadata)
+        with pytest.raises(ValueError, match=f"lacks, or has too much, {name}"):
+            Cache.load(path, model.config)
+        names = json.dumps(sorted(set(tensors) - {name}))
+        rest = {key: x for key, x in tensors.items() if key != name}
+        save_file(rest, path, metadata | {"tensors": names})
+        if not name.startswith("layer."):
+            with pytest.raises(ValueError, match="its contents do not fit together"):
+                Cache.load(path, model.config)
+    for key in metadata:
+        save_file(tensors, path, {k: v for k, v in metadata.items() if k != key})
+        with pytest.raises(ValueError, match="lacks|not of a Cache|written in version None"):
+            Cache.load(path, model.config)
+
+
+def test_a_file_that_is_truncated_or_of_something_else_is_refused(saved):
+    model, path = saved
+    whole = path.read_bytes()
+    for size in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="not a whole safetensors file"):
+            Cache.load(path, model.config)
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="a safetensors file, but not of a Cache"):
+        Cache.load(path, model.config)
+    with pytest.raises(FileNotFoundError):
+        Cache.load(path.with_name("none"), model.config)
+
+
+def test_a_file_of_another_version_or_policy_is_refused(saved):
+    model, path = saved
+    tensors = load_file(path)
+    with safe_open(path, "pt") as file:
+        metadata = dict(file.metadata())
+    other = ModelConfig.from_dict(model.config.as_dict() | {"heads": 4})
+    with pytest.raises(ValueError, match=r"another model or policy: config.heads is 2 there and 4"):
+        Cache.load(path, other)
+    with pytest.raises(ValueError, match=r"policies\[0\].boundaries.* there and .* here"):
+        Cache.load(path, [POLICIES["fixed"]] * 3)
+    with pytest.raises(ValueError, match=r"policies is .* there"):
+        Cache.load(path, POLICIES["fixed"])
+    save_file(tensors, path, metadata | {"version": "7"})
+    with pytest.raises(ValueError, match="written in version 7 of the format, this dynchunk reads"):
+        Cache.load(path, model.config)
+
+
+def test_a_save_that_fails_leaves_the_file_before_and_nothing_else(saved, monkeypatch):
+    model, path = saved
+    before = path.read_bytes()
+    cache = Cache.load(path, model.config)
+    model(ids(3), cache=cache)
+
+    def fail(handle):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="no space left"):
+        cache.save(path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_save_that_is_killed_leaves_the_file_before(saved):
+    model, path = saved
+    before = path.read_bytes()
+    code = f"""
+import os, signal
+from dynchunk.attention import ModelConfig
+from dynchunk.cache import Cache
+cache = Cache.load({str(path)!r}, ModelConfig.from_dict({model.config.as_dict()!r}))
+os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
+cache.save({str(path)!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code.replace("inf", "float('inf')")], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert path.read_bytes() == before
+    Cache.load(path, model.config)
+
+
+# Errors
+
+
+def test_a_cache_of_another_model_is_refused():
+    model = build(POLICIES["fixed"])
+    with pytest.raises(ValueError, match="cache: expected one for the policies of this model"):
+        model(ids(3), cache=Cache([POLICIES["fixed"]]))
+    layer = ChunkedAttention(POLICIES["mean"], 8, 2, 1)
+    cache = Cache(POLICIES["fixed"])
+    cache.append(3)
+    with pytest.raises(ValueError, match="cache: expected one for Policy"):
+        layer(torch.zeros(3, 8), cache=cache.layers[0])
+
+
+def test_tokens_of_another_shape_are_refused():
+    model, cache = build(POLICIES["fixed"]), None
+    cache = Cache.of(model.config, 2)
+    with pytest.raises(ValueError, match="cu_seqlens: expected offsets of 2 sequences"):
+        model(ids(3), cache=cache)
+    layer, cache = ChunkedAttention(POLICIES["fixed"], 8, 2, 1), Cache(POLICIES["fixed"])
+    cache.append(3)
+    with pytest.raises(ValueError, match=r"k: expected a float tensor of shape \[3, 1, 4\]"):
+        layer(torch.zeros(2, 8), cache=cache.layers[0])
+    cache.reset()
+    cache.append(3)
+    layer(torch.zeros(3, 8), cache=cache.layers[0])
+    cache.append(1)
+    with pytest.raises(ValueError, match=r"k: expected a float32 tensor of shape \[1, 1, 4\]"):
+        layer.double()(torch.zeros(1, 8).double(), cache=cache.layers[0])
+
+
+def test_a_forward_that_failed_half_way_is_not_forgotten():
+    model = build(POLICIES["fixed"])
+    cache = Cache.of(model.config)
+    model(ids(5), cache=cache)
+    broken, model.blocks[1].mlp = model.blocks[1].mlp, None
+    model.blocks[1].attention_norm.forward = lambda x: x[:0]
+    with pytest.raises(ValueError, match="k: expected"):
+        model(ids(1), cache=cache)
+    del model.blocks[1].attention_norm.forward
+    model.blocks[1].mlp = broken
+    for use in (
+        lambda: model(ids(1), cache=cache),
+        lambda: cache.crop(2),
+        lambda: cache.select([0]),
+        cache.fork,
+    ):
+        with pytest.raises(RuntimeError, match=r"layers \[1\] have not had the tokens appended"):
+            use()
+    cache.reset()
+    assert_close(model(ids(5), cache=cache).logits, model(ids(5)).logits)
+
+
+def test_arguments_are_checked():
+    policy = POLICIES["fixed"]
+    model = build(policy)
+    cache = Cache.of(model.config, 2)
+    for call, message in (
+        (lambda: Cache(()), "policies: expected at least one Policy"),
+        (lambda: Cache(policy, rollback=-1), "rollback: expected an integer >= 0"),
+        (lambda: Cache(policy, page_size=0), "page_size: expected an integer >= 1"),
+        (lambda: cache.crop([1]), "n: expected 2 lengths"),
+        (lambda: cache.select([2]), r"rows: expected sequences in \[0, 2\)"),
+        (lambda: cache.reorder([0]), "rows: expected 2 sequences"),
+        (lambda: cache.repeat(0), "n: expected an integer >= 1"),
+        (lambda: cache.reset([5]), "rows: expected sequences"),
+        (lambda: cache.append([0, 1, 2], torch.rand(2)), "scores: expected 0 tensors"),
+        (lambda: model(ids(2), chunks=Chunks.fixed(3, 2), cache=cache), "chunks: expected None"),
+        (lambda: model(ids(2), log_p=torch.zeros(2), cache=cache), "log_p: expected None"),
+        (lambda: model.blocks[0].attention(torch.zeros(2, 8)), "chunks: expected either chunks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(TypeError, match="n: expected an integer"):
+        cache.crop([1.5, 2])
+    with pytest.raises(RuntimeError, match="there are no new tokens"):
+        _ = cache.layers[0].step
+    assert cache.check().lengths == (0, 0)
+
+
+def test_check_finds_what_is_broken():
+    model = build(POLICIES["hash-moved"])
+
+    def broken(damage):
+        cache = Cache.of(model.config, 2)
+        model(ids(2, 40), cache=cache)
+        damage(cache)
+        with pytest.raises(InvariantError) as found:
+            cache.check()
+        return str(found.value)
+
+    def cut_stream(cache):
+        cache.segments[0].streams[0][0].truncate(0)
+
+    def lose_a_page(cache):
+        cache.layouts[0].table.held[0][1].pop()
+
+    def count_wrongly(cache):
+        cache.layouts[0].table.pool.references[0] += 1
+
+    def move_a_view(cache):
+        cache.layouts[0].moved[1][0].ends[1] -= 1
+
+    def drop_rows(cache):
+        cache.layouts[0].map.begin += 30
+
+    assert "a stream has its sequence's length" in broken(cut_stream)
+    assert "pages" in broken(lose_a_page)
+    assert "counted" in broken(count_wrongly)
+    assert "view" in broken(move_a_view)
+    assert "raw rows" in broken(drop_rows)
+
+
+def test_an_empty_batch_and_empty_appends():
+    model = build(POLICIES["fixed"])
+    cache = Cache.of(model.config, 0)
+    assert model(ids(0), [0], cache=cache).logits.shape == (0, VOCAB)
+    cache = Cache.of(model.config, 3)
+    assert model(ids(0), [0, 0, 0, 0], cache=cache.check()).logits.shape == (0, VOCAB)
+    model(ids(9), [0, 4, 4, 9], cache=cache)
+    model(ids(0), [0, 0, 0, 0], cache=cache)
+    assert cache.check().lengths == (4, 0, 5)
