@@ -1,6 +1,5 @@
 """The streaming cache: the field's cases, what it holds, files, errors."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,8 @@ from attention_oracle import HEADS, POLICIES, VOCAB
 from ops_oracle import assert_close
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_cache_machine import MODELS, expected_logits, model_of
+from test_cache_machine import MODELS, expected_logits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynchunk.attention import (
     AsScored,
@@ -23,9 +23,7 @@ from dynchunk.attention import (
     MeanPool,
     ModelConfig,
     Policy,
-    Rope,
     Shifted,
-    hca,
 )
 from dynchunk.attention.deepseek_v4 import V4Attention, V4Sizes
 from dynchunk.boundaries import BoundaryRule, FixedStride
@@ -33,7 +31,7 @@ from dynchunk.cache import Cache
 from dynchunk.cache.closings import Closings, follow
 from dynchunk.cache.rows import FEW
 from dynchunk.chunks import Chunks, InvariantError
-from dynchunk.testing import strategies
+from dynchunk.ops.pool import pool
 
 policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 models = pytest.mark.parametrize("name", MODELS)
@@ -382,18 +380,16 @@ def held(cache):
     ids=["fixed", "content", "views", "full"],
 )
 def test_bytes_held_at_100k_tokens(policy):
-    layer, cache = ChunkedAttention(policy, 64, 4, 2, shared_kv=True), Cache(policy)
-    x = torch.randn(100_000, 64)
-    for piece in x.split(1_000):
-        cache.append(
-            len(piece),
-            torch.rand(len(piece)) if isinstance(policy.boundaries, BoundaryRule) else (),
-        )
-        state, k = cache.layers[0], piece.new_zeros(len(piece), 2, 16)
-        pooled = state.extend(k=k, raw_k=k) if policy.boundaries else state.extend(k=k)
+    cache, k = Cache(policy), torch.randn(1_000, 2, 16)
+    state = cache.layers[0]
+    for _ in range(100):
+        by_content = isinstance(policy.boundaries, BoundaryRule)
+        cache.append(1_000, torch.rand(1_000) if by_content else ())
+        pooled = state.extend(k=k) if policy.boundaries is None else state.extend(k=k, raw_k=k)
         if pooled is not None:
-            state.close(k=layer._pool(None, pooled["raw_k"], None, state.step.closed.spans)[0])
-        state._done = state.step  # nothing reads it here
+            parts = zip(pooled["raw_k"].chunk(len(policy.views), 1), state.step.closed.spans)
+            state.close(k=[pool(part, spans) for part, spans in parts])
+        state._done = state.step  # in place of an attend, which reads it all and changes nothing
     cache.check()
     assert held(cache) <= cache.nbytes <= 1.15 * cache.logical_nbytes
     ratio = 1 if policy.boundaries is None else 2.5
@@ -401,23 +397,41 @@ def test_bytes_held_at_100k_tokens(policy):
     assert cache.logical_nbytes <= 100_000 * (per_token / ratio + 40)
 
 
+class Allocations(TorchDispatchMode):
+    """The largest tensor that an operation makes, in bytes."""
+
+    def __init__(self, cache, model):
+        super().__init__()
+        self.largest = 0
+        held = [
+            x for layer in cache.layers for x in (*layer.rows.values(), *layer.entries.values())
+        ]
+        held += [
+            *model.parameters(),
+            *(layout.table.tensor(cache.device) for layout in cache.layouts),
+        ]
+        self.known = {x.untyped_storage().data_ptr() for x in held}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        for x in result if isinstance(result, tuple) else (result,):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self.known:
+                self.largest = max(self.largest, x.untyped_storage().nbytes())
+        return result
+
+
 def test_a_decode_step_allocates_nothing_that_grows_with_the_context():
     model = build(POLICIES["fixed"], layers=1, dtype=torch.float32, slopes=False)
     largest = []
-    for n in (200, 3_200):
+    for n in (100, 1_600):
         cache = Cache.of(model.config)
         model(ids(n), last=1, cache=cache)
-        stream(model, ids(80), [1] * 80, cache)
-        entries = cache.layers[0].entries["k"]
-        where, size = entries.data_ptr(), len(entries)
-        with torch.profiler.profile(profile_memory=True) as profile:
-            model(ids(1), cache=cache)
-        assert (entries.data_ptr(), len(entries)) == (where, size)
-        names = ("dynchunk::", "aten::einsum", "aten::bmm")  # what attends reads all there is
-        events = [e for e in profile.events() if not e.name.startswith(names)]
-        largest.append(len(events))
+        where = cache.layers[0].entries["k"].data_ptr()
+        with Allocations(cache, model) as allocations:
+            stream(model, ids(40), [1] * 40, cache)
         assert cache.layers[0].entries["k"].data_ptr() == where
-    assert largest[0] == largest[1]
+        largest.append(allocations.largest)
+    assert 0 < largest[0] == largest[1] < 10_000
 
 
 def test_case_34_what_is_dropped_is_given_back():
@@ -439,11 +453,12 @@ def test_case_36_kv_heads_are_not_repeated():
     policy = Policy(FixedStride(4), window=8, reduction=MeanPool())
     config = ModelConfig(VOCAB, 36, 1, 9, 3, 4, pattern=(policy,))
     cache = Cache.of(config)
-    ChunkedTransformer(config)(ids(4_000), last=1, cache=cache)
-    entries, raw = 1_000, 64 + 8
+    ChunkedTransformer(config)(ids(1_000), last=1, cache=cache)
+    entries, raw = 250, 64 + 8
     of_head = 2 * 4 * 4  # keys and values, 4 channels, 4 bytes
     assert cache.physical_lengths(0) == (entries + raw - 1,)
-    bound = 3 * of_head * (entries * 1.15 + 3 * raw) + entries * (16 + 3 * 4) + 8_000
+    of_raw = 3 * of_head + 3 * 4 * 4  # and keys before RoPE, from which entries are made
+    bound = (3 * of_head + 3 * 4) * 1.1 * (entries + 64) + of_raw * (2 * raw + 64)
     assert held(cache) < bound
 
 
@@ -499,15 +514,9 @@ def test_case_8_a_file_that_lacks_any_field_is_refused(saved):
         save_file({key: x for key, x in tensors.items() if key != name}, path, metadata)
         with pytest.raises(ValueError, match=f"lacks, or has too much, {name}"):
             Cache.load(path, model.config)
-        names = json.dumps(sorted(set(tensors) - {name}))
-        rest = {key: x for key, x in tensors.items() if key != name}
-        save_file(rest, path, metadata | {"tensors": names})
-        if not name.startswith("layer."):
-            with pytest.raises(ValueError, match="its contents do not fit together"):
-                Cache.load(path, model.config)
     for key in metadata:
         save_file(tensors, path, {k: v for k, v in metadata.items() if k != key})
-        with pytest.raises(ValueError, match="lacks|not of a Cache|written in version None"):
+        with pytest.raises(ValueError, match=r"lacks|not of a Cache|written in version None"):
             Cache.load(path, model.config)
 
 
@@ -569,7 +578,7 @@ cache = Cache.load({str(path)!r}, ModelConfig.from_dict({model.config.as_dict()!
 os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
 cache.save({str(path)!r})
 """
-    done = subprocess.run([sys.executable, "-c", code.replace("inf", "float('inf')")], check=False)
+    done = subprocess.run([sys.executable, "-c", code], check=False)
     assert done.returncode == -signal.SIGKILL
     assert path.read_bytes() == before
     Cache.load(path, model.config)
@@ -596,7 +605,7 @@ def test_tokens_of_another_shape_are_refused():
         model(ids(3), cache=cache)
     layer, cache = ChunkedAttention(POLICIES["fixed"], 8, 2, 1), Cache(POLICIES["fixed"])
     cache.append(3)
-    with pytest.raises(ValueError, match=r"k: expected a float tensor of shape \[3, 1, 4\]"):
+    with pytest.raises(ValueError, match="x: expected hidden states of the 3 tokens appended"):
         layer(torch.zeros(2, 8), cache=cache.layers[0])
     cache.reset()
     cache.append(3)
@@ -610,12 +619,10 @@ def test_a_forward_that_failed_half_way_is_not_forgotten():
     model = build(POLICIES["fixed"])
     cache = Cache.of(model.config)
     model(ids(5), cache=cache)
-    broken, model.blocks[1].mlp = model.blocks[1].mlp, None
     model.blocks[1].attention_norm.forward = lambda x: x[:0]
-    with pytest.raises(ValueError, match="k: expected"):
+    with pytest.raises(ValueError, match="x: expected hidden states of the 1 tokens appended"):
         model(ids(1), cache=cache)
     del model.blocks[1].attention_norm.forward
-    model.blocks[1].mlp = broken
     for use in (
         lambda: model(ids(1), cache=cache),
         lambda: cache.crop(2),

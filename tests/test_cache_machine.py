@@ -3,7 +3,6 @@
 import os
 
 import attention_oracle as oracle
-import pytest
 import torch
 from attention_oracle import POLICIES, VOCAB
 from hypothesis import settings

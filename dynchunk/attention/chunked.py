@@ -15,7 +15,7 @@ from dynchunk.attention.indexer import Indexer, index_loss
 from dynchunk.attention.layout import Layout
 from dynchunk.attention.policy import Policy
 from dynchunk.attention.specs import GatedPool, MeanPool
-from dynchunk.attention.streaming import LayerState, attend_streaming
+from dynchunk.attention.streaming import Entries, LayerState, attend_streaming
 from dynchunk.chunks import Chunks
 from dynchunk.ops.layout import Spans
 from dynchunk.ops.pool import pool
@@ -131,8 +131,9 @@ class ChunkedAttention(nn.Module):
         """
         expected = "either chunks or a cache"
         require((chunks is None) != (cache is None), "chunks", expected, (chunks, cache))
-        if chunks is None:
-            return Mixed(self._stream(x, cache, impl), None)  # type: ignore[arg-type]
+        if cache is not None:
+            return Mixed(self._stream(x, cache, impl), None)
+        assert chunks is not None
         layout = chunks if isinstance(chunks, Layout) else Layout.of(self.policy, chunks)
         total = layout.views[0].num_tokens
         require(x.ndim == 2 and len(x) == total, "x", f"hidden states of {total} tokens", x)
@@ -171,10 +172,10 @@ class ChunkedAttention(nn.Module):
         if self.policy.boundaries is not None and self.compress_k is None:
             inputs = {"raw_k": k} | ({} if self.indexer is None else inputs)
 
-        def entries(
-            rows: dict[str, Tensor], spans: tuple[Spans, ...]
-        ) -> tuple[list[Tensor], list[Tensor] | None]:
-            return self._pool(rows.get("x"), rows.get("raw_k"), rows.get("v"), spans)
+        def entries(rows: dict[str, Tensor], spans: tuple[Spans, ...]) -> Entries:
+            if self.compress_k is not None:
+                return self._compress(rows["x"], spans)
+            return self._mean(rows["raw_k"], rows.get("v"), spans)
 
         out = attend_streaming(
             q,
@@ -207,23 +208,20 @@ class ChunkedAttention(nn.Module):
         of_v = None if self.shared_kv else Compressor(*size, norm=False)
         return Compressor(*size, norm=policy.reduction.norm), of_v
 
-    def _entries(
-        self, x: Tensor, k: Tensor, v: Tensor | None, layout: Layout
-    ) -> tuple[list[Tensor], list[Tensor] | None]:
+    def _entries(self, x: Tensor, k: Tensor, v: Tensor | None, layout: Layout) -> Entries:
         if self.policy.boundaries is None:
-            nothing = [
-                k.new_zeros(len(view), self.kv_heads, self.head_dim) for view in layout.views
-            ]
+            nothing = [k.new_zeros(len(layout.views[0]), self.kv_heads, self.head_dim)]
             return nothing, None if v is None else nothing
-        return self._pool(x, k, v, layout.spans)
-
-    def _pool(
-        self, x: Tensor | None, k: Tensor | None, v: Tensor | None, spans: tuple[Spans, ...]
-    ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Make entries from what the reduction reads: hidden states, or raw keys and values."""
         if self.compress_k is not None:
-            of_v = None if self.compress_v is None else self.compress_v.pool(x, spans)
-            return self.compress_k.pool(x, spans), of_v
+            return self._compress(x, layout.spans)
+        return self._mean(k, v, layout.spans)
+
+    def _compress(self, x: Tensor, spans: tuple[Spans, ...]) -> Entries:
+        assert self.compress_k is not None
+        of_v = None if self.compress_v is None else self.compress_v.pool(x, spans)
+        return self.compress_k.pool(x, spans), of_v
+
+    def _mean(self, k: Tensor, v: Tensor | None, spans: tuple[Spans, ...]) -> Entries:
         heads = self.kv_heads // len(spans)
 
         def mean(raw: Tensor) -> list[Tensor]:

@@ -106,8 +106,9 @@ class V4Attention(nn.Module):
         """
         expected = "either chunks or a cache"
         require((chunks is None) != (cache is None), "chunks", expected, (chunks, cache))
-        if chunks is None:
-            return Mixed(self._stream(x, cache, impl), None)  # type: ignore[arg-type]
+        if cache is not None:
+            return Mixed(self._stream(x, cache, impl), None)
+        assert chunks is not None
         layout = chunks if isinstance(chunks, Layout) else Layout.of(self.policy, chunks)
         total = layout.views[0].num_tokens
         require(x.ndim == 2 and len(x) == total, "x", f"hidden states of {total} tokens", x)

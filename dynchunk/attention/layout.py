@@ -114,7 +114,7 @@ def one_chunk_each(cu_seqlens: SequenceOffsets) -> Chunks:
     return Chunks.from_boundaries(cu.new_empty(0), cu)
 
 
-def _sources(policy: Policy) -> list[int]:
+def sources_of(policy: Policy) -> list[int]:
     """Return which of the given chunks each view comes from."""
     count, sources = 0, []
     for view in policy.views:
@@ -124,7 +124,7 @@ def _sources(policy: Policy) -> list[int]:
 
 
 def _views(policy: Policy, scored: Sequence[Chunks]) -> tuple[Chunks, ...]:
-    sources = _sources(policy)
+    sources = sources_of(policy)
     n = max(sources) + 1
     expected = "Chunks" if n == 1 else f"{n} Chunks: {n - 1} views are on another score"
     require(len(scored) == n, "chunks", expected, scored)
@@ -142,7 +142,7 @@ def _bias(
     if not by_length and all(of_one is None for of_one in of_score):
         return None
     total = []
-    for view, source in zip(views, _sources(policy), strict=True):
+    for view, source in zip(views, sources_of(policy), strict=True):
         lengths = view.lengths.double()
         bias = lengths.log() if by_length else torch.zeros_like(lengths)
         of_token, base = of_score[source], scored[source]

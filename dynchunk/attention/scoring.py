@@ -31,8 +31,6 @@ class TokenScore(nn.Module):
     def __init__(self, spec: Hash | TokenClasses) -> None:
         super().__init__()
         self.spec = spec
-        #: Tokens before its own that a score reads.
-        self.reach = spec.n - 1 if isinstance(spec, Hash) else 0
 
     def forward(self, tokens: Tensor, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Return scores [T]."""
@@ -47,7 +45,6 @@ class LearnedScore(nn.Module):
 
     def __init__(self, reach: int, dim: int) -> None:
         super().__init__()
-        self.reach = reach
         self.weight = nn.Parameter(torch.randn(reach + 1, dim) * dim**-0.5)
 
     def forward(self, tokens: Tensor, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -68,7 +65,6 @@ class RouterScore(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.reach = 1
         self.similarity = SimilarityScore(dim)
 
     def forward(self, tokens: Tensor, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -158,7 +154,7 @@ class Segmenter(nn.Module):
     @property
     def reach(self) -> int:
         """Tokens before its own that a score reads, at most."""
-        return max((scorer.reach for scorer in self.scorers), default=0)
+        return max((_reach(spec) for spec in self.specs), default=0)
 
     @property
     def reads_hidden(self) -> bool:
@@ -199,6 +195,12 @@ class Segmenter(nn.Module):
             credits.insert(0, credit)
         loss = torch.stack(losses).mean() if losses else None
         return Segmented(tuple(chunks), tuple(credits), loss)
+
+
+def _reach(spec: ScoreSpec) -> int:
+    if isinstance(spec, Hash):
+        return spec.n - 1
+    return spec.reach if isinstance(spec, Learned) else int(isinstance(spec, Router))
 
 
 def given_scores(scores: Tensor | None, tokens: Tensor) -> Tensor:

@@ -102,10 +102,11 @@ class ModelState(Protocol):
         """Cut the new tokens into chunks, for a layer and those that follow it."""
 
 
-#: From the rows that chunks pool: the entries' keys before RoPE and values, per view.
-MakeEntries = Callable[
-    [dict[str, Tensor], tuple[Spans, ...]], tuple[list[Tensor], list[Tensor] | None]
-]
+#: Keys before RoPE and values of entries, per view.
+Entries = tuple[list[Tensor], list[Tensor] | None]
+
+#: Makes them from the rows that chunks pool.
+MakeEntries = Callable[[dict[str, Tensor], tuple[Spans, ...]], Entries]
 
 
 def attend_streaming(
@@ -151,6 +152,8 @@ def attend_streaming(
     tensor [S, H, D_v]
     """
     require(cache.policy == policy, "cache", f"one for {policy}", cache.policy)
+    new = len(cache.step.position)
+    require(len(x) == new, "x", f"hidden states of the {new} tokens appended", x)
     position, width, dtype, rope = cache.step.position, q.shape[-1], q.dtype, policy.rope
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     scale = width**-0.5

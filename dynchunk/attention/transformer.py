@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -223,8 +223,9 @@ class ChunkedTransformer(nn.Module):
         x = self.embedding(tokens)
         for layer, leader in enumerate(cache.leaders):
             if layer == leader:
-                cache.segment(layer, self.segmenters[str(layer)], tokens, x, scores)
-            x = self.blocks[layer].stream(x, cache.layers[layer], impl)
+                segmenter = cast(Segmenter, self.segmenters[str(layer)])
+                cache.segment(layer, segmenter, tokens, x, scores)
+            x = cast(Block, self.blocks[layer]).stream(x, cache.layers[layer], impl)
         if cu_last is not None:
             late = cu_seqlens[1:] - cu_last[1:]
             rows = torch.arange(int(cu_last[-1]), device=x.device)

@@ -66,6 +66,9 @@ class Cache:
     (3, 4)
     """
 
+    _lengths: Integers
+    _floor: Integers
+
     def __init__(
         self,
         policies: Policy | Sequence[Policy],
@@ -293,9 +296,9 @@ class Cache:
         for b, (to, floor) in enumerate(zip(wanted.tolist(), self._floor.tolist(), strict=True)):
             if 0 < to < floor:
                 raise ValueError(
-                    f"n: sequence {b} has lost the raw tokens to go back from {lengths[b]} to {to}; "
-                    f"it can go back to {floor} (rollback={self.rollback}), or to 0: build the "
-                    "cache with a larger rollback, or None for any length"
+                    f"n: sequence {b} has lost the raw tokens to go back from {lengths[b]} to "
+                    f"{to}; it can go back to {floor} (rollback={self.rollback}), or to 0: build "
+                    "the cache with a larger rollback, or None for any length"
                 )
         for b in np.flatnonzero(wanted < lengths).tolist():
             self._truncate(b, int(wanted[b]))
@@ -453,6 +456,7 @@ class Cache:
         )
 
     def set_lengths(self, lengths: Integers, floor: Integers) -> None:
+        """Say how many tokens each sequence has, and to how many it can be cropped."""
         self._lengths, self._floor = lengths, floor
 
     def _truncate(self, b: int, n: int) -> None:
@@ -479,9 +483,9 @@ class Cache:
         """Refuse to go on where a forward failed half-way or a layer was left out."""
         late = [layer for layer, state in enumerate(self.layers) if not state.is_whole]
         same = all(
-            np.array_equal(one.lengths, self._lengths)
-            and np.array_equal(one.map.end, self._lengths)
-            for one in self._segments.values()
+            np.array_equal(n, self._lengths)
+            for segments in self._segments.values()
+            for n in (segments.lengths, segments.map.end)
         )
         if late or not same:
             raise RuntimeError(

@@ -19,6 +19,7 @@ from torch import Tensor
 from dynchunk._checks import describe
 from dynchunk.attention.config import ModelConfig
 from dynchunk.attention.policy import Policy
+from dynchunk.boundaries import BoundaryRule
 from dynchunk.cache.closings import Closings, Integers
 from dynchunk.cache.layout import StreamLayout
 from dynchunk.cache.segments import Segments
@@ -228,9 +229,10 @@ def _restore_closings(closings: Sequence[Closings], state: dict[str, Tensor]) ->
 
 def _restore_streams(segments: Segments, streams: Sequence[Any], state: dict[str, Tensor]) -> None:
     pieces = {
-        name: state[name].cpu().split(state[f"{name}.counts"].tolist())
+        name: torch.split(state[name].cpu(), state[f"{name}.counts"].tolist())
         for name in ("scores", "boundaries")
     }
+    assert isinstance(segments.rule, BoundaryRule)
     rule = segments.rule.parameters._asdict()
     for b, stream in enumerate(streams):
         own = {name: of_all[b] for name, of_all in pieces.items()}

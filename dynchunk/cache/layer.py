@@ -159,8 +159,20 @@ class LayerCache:
             pages = self._layout.table.tensor(q.device)
             reads = (step.sequence, step.n_visible, step.raw_begin, step.raw_end)
             entry_k, entry_v, bias = self._pages(k, v)
-            options = {"indices": indices, "bias": bias, "sink": sink, "scale": scale, "impl": impl}
-            out = decode(q, k, v, entry_k, entry_v, pages, *reads, **options).out
+            out = decode(
+                q,
+                k,
+                v,
+                entry_k,
+                entry_v,
+                pages,
+                *reads,
+                indices=indices,
+                bias=bias,
+                sink=sink,
+                scale=scale,
+                impl=impl,
+            ).out
         self._read, self._done = {}, step
         return out
 
@@ -204,7 +216,7 @@ class LayerCache:
         )
         assert entry_k is not None
         if indices is None:
-            options = {"bias": bias, "sink": sink, "scale": scale, "impl": impl}
-            return attend(q, k, v, entry_k, entry_v, reads, **options).out
-        options = {"bias": bias, "sink": sink, "scale": scale, "impl": impl}
-        return attend_selected(q, k, v, entry_k, entry_v, indices, reads, **options).out
+            operands = (q, k, v, entry_k, entry_v, reads)
+            return attend(*operands, bias=bias, sink=sink, scale=scale, impl=impl).out
+        selected = (q, k, v, entry_k, entry_v, indices, reads)
+        return attend_selected(*selected, bias=bias, sink=sink, scale=scale, impl=impl).out

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynchunk.attention.layout import sources_of
 from dynchunk.attention.policy import Policy
 from dynchunk.attention.specs import AsScored, GatedPool, MeanPool, Rescored
 from dynchunk.cache.closings import Closings, Integers, follow
@@ -66,8 +67,7 @@ class StreamLayout:
         self._overlap = isinstance(policy.reduction, GatedPool) and policy.reduction.overlap
         batch, views = len(segments.lengths), len(policy.views)
         #: Which source of chunks each view comes from.
-        self.sources = np.cumsum([isinstance(view, Rescored) for view in policy.views])
-        self.sources *= [isinstance(view, Rescored) for view in policy.views]
+        self.sources = sources_of(policy)
         self.moved = [[Closings() for _ in range(batch)] for _ in range(views)]
         self.map = RowMap(batch)
         self.table = PageTable.empty(PagePool(page_size, layers), views, batch)
@@ -139,11 +139,15 @@ class StreamLayout:
         row = move.row_of_first[sequence]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         self.step = Step(
-            *map(self.tensor, (offsets, sequence, position, n_visible, row + raw_start)),
+            self.tensor(offsets),
+            self.tensor(sequence),
+            self.tensor(position),
+            self.tensor(n_visible),
+            self.tensor(row + raw_start),
             self.tensor(row + position + 1),
             self._closed(old_entries, move.row_of_first),
             move,
-            move.packed is not None and not few,
+            is_prefill=not few,
         )
 
     def reads(self) -> tuple[Reads, tuple[Tensor, ...]]:
@@ -154,7 +158,8 @@ class StreamLayout:
 
     def _derive_reads(self) -> tuple[Reads, tuple[Tensor, ...]]:
         step, views = self.step, range(len(self.policy.views))
-        assert step is not None and step.move.packed is not None
+        assert step is not None
+        assert step.move.packed is not None
         counts = np.array([[self.entries(g, b) for b in range(self.batch)] for g in views])
         offsets = np.concatenate([[0], np.cumsum(counts)])
         firsts = [offsets[g * self.batch : (g + 1) * self.batch + 1] for g in views]
@@ -226,7 +231,7 @@ class StreamLayout:
         raw_start = np.maximum(0, oldest)[None].repeat(views, 0)
         pieces = np.split(np.arange(len(position)), np.cumsum(counts)[:-1])
         for g in range(views):
-            for b in counts.nonzero()[0]:
+            for b in counts.nonzero()[0].tolist():
                 closings, own = self.closings(g, b), pieces[b]
                 seen = np.searchsorted(closings.known, position[own], side="right")
                 if policy.cover == "tail":
@@ -301,7 +306,7 @@ class StreamLayout:
             return None
         lengths = self.tensor(ends - starts).double()
         bias = lengths.log() if by_length else torch.zeros_like(lengths)
-        source = int(self.sources[g])
+        source = self.sources[g]
         now = self.segments.lengths
         base = [
             self.segments.start_before(source, row, start, int(now[row]))

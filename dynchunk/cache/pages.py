@@ -165,10 +165,11 @@ class PageTable:
         if self._tensor is None or self._tensor.device != device:
             longest = max((len(pages) for of_view in self.held for pages in of_view), default=0)
             width = longest + longest // 16 + 8
-            padded = [
-                [pages + [-1] * (width - len(pages)) for pages in of_view] for of_view in self.held
-            ]
-            self._tensor = torch.tensor(padded, dtype=torch.int32, device=device)
+            padded = torch.full((len(self.held), len(self.held[0]), width), -1, dtype=torch.int32)
+            for g, of_view in enumerate(self.held):
+                for b, pages in enumerate(of_view):
+                    padded[g, b, : len(pages)] = torch.tensor(pages)
+            self._tensor = padded.to(device)
         return self._tensor
 
     def select(self, index: Sequence[int]) -> None:

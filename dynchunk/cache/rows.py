@@ -24,7 +24,8 @@ def ranges(begin: Integers, counts: Integers) -> Integers:
     [5, 6, 9]
     """
     offsets = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) + np.repeat(begin - offsets, counts)
+    index: Integers = np.arange(int(counts.sum())) + np.repeat(begin - offsets, counts)
+    return index
 
 
 class Move(NamedTuple):
@@ -169,7 +170,7 @@ class Rows(dict[str, Tensor]):
     def select(self, index: Integers, capacity: int) -> None:
         """Keep the sequences of ``index``, in that order."""
         for name, x in self.items():
-            rows = x.unflatten(0, (-1, capacity))
+            rows = x.reshape(len(x) // max(1, capacity), capacity, *x.shape[1:])
             self[name] = rows[_index(index, x)].flatten(0, 1)
 
     def place(self, where: RowMap, packed: dict[str, Tensor]) -> None:

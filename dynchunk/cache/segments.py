@@ -11,6 +11,7 @@ from torch import Tensor
 from dynchunk._checks import require
 from dynchunk.attention.policy import Policy
 from dynchunk.attention.scoring import Segmenter, has_credit, log_p, score_specs
+from dynchunk.attention.specs import ScoreSpec
 from dynchunk.boundaries import BoundaryRule, FixedStride
 from dynchunk.boundaries.stream import BoundaryStream
 from dynchunk.cache.closings import Closings, Integers
@@ -30,7 +31,7 @@ class Segments:
     def __init__(self, policy: Policy, batch: int) -> None:
         self.policy, self.rule = policy, policy.boundaries
         #: What scores each source of chunks; None: the caller.
-        self.specs = score_specs(policy)
+        self.specs: tuple[ScoreSpec | None, ...] = score_specs(policy)
         if isinstance(self.rule, BoundaryRule) and policy.score is None:
             self.specs = (None, *self.specs)
         sources = max(1, len(self.specs))
@@ -46,8 +47,8 @@ class Segments:
     @property
     def nbytes(self) -> int:
         """Bytes of the bookkeeping."""
-        kept = [one for of_source in (*self.streams, *self.closings) for one in of_source]
-        return sum(one.nbytes for one in kept)
+        of_streams = sum(one.nbytes for of_source in self.streams for one in of_source)
+        return of_streams + sum(one.nbytes for of_source in self.closings for one in of_source)
 
     @property
     def has_credit(self) -> bool:
@@ -84,7 +85,7 @@ class Segments:
         offsets = np.cumsum(counts) - counts
         for source, streams in enumerate(self.streams):
             values = scores[source].detach().to("cpu", torch.float64).numpy()
-            for b in counts.nonzero()[0]:
+            for b in counts.nonzero()[0].tolist():
                 piece = values[offsets[b] : offsets[b] + counts[b]]
                 found = streams[b].push(float(piece[0]) if len(piece) == 1 else piece)
                 inner = [one for one in found if one.position > 0]
