@@ -142,8 +142,8 @@ class Cache:
 
     @property
     def logical_nbytes(self) -> int:
-        """Bytes of the entries and raw rows that are in use, and the bookkeeping's arrays."""
-        total = self._bookkeeping()
+        """Bytes of the entries and raw rows that are in use, those of a shared page each time."""
+        total = 0
         for layer, state in enumerate(self.layers):
             layout = self.layout(layer)
             views = range(len(layout.policy.views))
