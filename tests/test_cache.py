@@ -389,7 +389,7 @@ def test_bytes_held_at_100k_tokens(policy):
         if pooled is not None:
             heads = pooled["raw_k"].chunk(len(policy.views), 1)
             parts = zip(heads, state.step.closed.spans, strict=True)
-            state.close(k=[pool(part, spans) for part, spans in parts])
+            state.close([pool(part, spans) for part, spans in parts])
         state._done = state.step  # in place of an attend, which reads it all and changes nothing
     cache.check()
     assert held(cache) <= cache.nbytes <= 1.15 * cache.logical_nbytes
@@ -613,6 +613,14 @@ def test_tokens_of_another_shape_are_refused():
     cache.append(1)
     with pytest.raises(ValueError, match=r"k: expected a float32 tensor of shape \[1, 1, 4\]"):
         layer.double()(torch.zeros(1, 8).double(), cache=cache.layers[0])
+
+
+def test_a_token_that_does_not_exist_changes_nothing():
+    model = MODELS["learned"]()
+    cache = Cache.of(model.config)
+    with pytest.raises(IndexError):
+        model(torch.tensor([1, VOCAB]), cache=cache)
+    assert_close(stream(model, ids(9), [3, 6], cache), model(ids(9)).logits)
 
 
 def test_a_forward_that_failed_half_way_is_not_forgotten():

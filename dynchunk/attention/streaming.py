@@ -55,7 +55,9 @@ class LayerState(Protocol):
     def extend(self, **rows: Tensor | None) -> dict[str, Tensor] | None:
         """Store raw rows; return those that entries pool."""
 
-    def close(self, **entries: list[Tensor] | None) -> None:
+    def close(
+        self, k: list[Tensor], v: list[Tensor] | None = None, index: list[Tensor] | None = None
+    ) -> None:
         """Store entries."""
 
     def choose(self, q: Tensor, weights: Tensor, topk: int) -> Tensor:
@@ -171,7 +173,7 @@ def attend_streaming(
         keys = None
         if indexer is not None:
             keys = indexer.keys(pooled["x"], closed.spans, closed.position)
-        cache.close(k=entry_k, v=entry_v, index=keys)
+        cache.close(entry_k, entry_v, keys)
     indices = None
     if indexer is not None:
         indices = cache.choose(*indexer.queries(x, index_query, position), indexer.topk.k)

@@ -68,6 +68,9 @@ class LayerCache:
             The rows that ``step.closed.spans`` speak of; None where no chunk was closed.
         """
         step, given = self.step, {name: x for name, x in rows.items() if x is not None}
+        for name, x in given.items():
+            same = x.device.type == self._layout.device.type
+            require(same, name, f"a tensor on {self._layout.device}, as the cache", x.device)
         if self.rows:
             require(set(given) == set(self.rows), "rows", f"{sorted(self.rows)}", sorted(given))
         if self._layout.is_full:
@@ -78,23 +81,26 @@ class LayerCache:
             return None
         return {name: x[step.closed.rows] for name, x in self._read.items()}
 
-    def close(self, **entries: list[Tensor] | None) -> None:
+    def close(
+        self, k: list[Tensor], v: list[Tensor] | None = None, index: list[Tensor] | None = None
+    ) -> None:
         """Store the entries of the chunks that were closed.
 
         Parameters
         ----------
-        **entries : for each name one tensor [N_g, ...] per view
-            ``k``: keys after RoPE at the chunk's first token; ``v`` as the raw rows have it;
-            ``index``: keys [N_g, D_I] of the indexer, if there is one.
+        k : floating tensors [N_g, H_kv / G, D], one per view
+            Keys after RoPE at the chunk's first token.
+        v : floating tensors [N_g, H_kv / G, D_v], or None
+            As the raw rows have it.
+        index : floating tensors [N_g, D_I], or None
+            Keys of the indexer after RoPE, if there is one.
         """
-        closed = self.step.closed
+        closed, bias = self.step.closed, None
         assert closed is not None
-        heads, wide = entries["k"][0].shape[1], torch.float32  # type: ignore[index]
-        if entries["k"][0].dtype == torch.float64:  # type: ignore[index]
-            wide = torch.float64
         if closed.bias is not None:
-            entries["bias"] = [b.to(wide)[:, None].expand(-1, heads) for b in closed.bias]
-        for name, of_views in entries.items():
+            wide = torch.float64 if k[0].dtype == torch.float64 else torch.float32
+            bias = [b.to(wide)[:, None].expand(-1, k[0].shape[1]) for b in closed.bias]
+        for name, of_views in (("k", k), ("v", v), ("index", index), ("bias", bias)):
             if of_views is not None:
                 self.write(name, closed.to, torch.cat(of_views))
 
