@@ -153,7 +153,8 @@ def attend_streaming(
     -------
     tensor [S, H, D_v]
     """
-    require(cache.policy == policy, "cache", f"one for {policy}", cache.policy)
+    if cache.policy != policy:
+        require(False, "cache", f"one for {policy}", cache.policy)
     new = len(cache.step.position)
     require(len(x) == new, "x", f"hidden states of the {new} tokens appended", x)
     position, width, dtype, rope = cache.step.position, q.shape[-1], q.dtype, policy.rope

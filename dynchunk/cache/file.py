@@ -19,7 +19,7 @@ from torch import Tensor
 from dynchunk._checks import describe
 from dynchunk.attention.config import ModelConfig
 from dynchunk.attention.policy import Policy
-from dynchunk.boundaries import BoundaryRule
+from dynchunk.boundaries import BoundaryRule, SharePlan
 from dynchunk.cache.closings import Closings, Integers
 from dynchunk.cache.layout import StreamLayout
 from dynchunk.cache.segments import Segments
@@ -40,7 +40,7 @@ def save(cache: Cache, path: str | PathLike[str]) -> None:
     metadata = {
         "format": _FORMAT,
         "version": str(VERSION),
-        "of": json.dumps(_purpose(cache)),
+        "of": json.dumps(_purpose(cache.policies, cache.leaders, cache.config)),
         "batch": str(cache.batch),
         "rollback": json.dumps(cache.rollback),
         "page_size": str(cache.page_size),
@@ -79,10 +79,7 @@ def load(
         "page_size": int(metadata["page_size"]),
         "device": device,
     }
-    cache = _empty(of, options)
-    found = _difference("", json.loads(metadata["of"]), _purpose(cache))
-    if found:
-        raise ValueError(f"{path}: a cache of another model or policy: {found}")
+    cache = _empty(path, json.loads(metadata["of"]), of, options)
     for segments, reach in zip(cache.segments, json.loads(metadata["reach"]), strict=True):
         segments.reach = int(reach)
     try:
@@ -116,17 +113,35 @@ def _check_metadata(path: object, metadata: dict[str, str], tensors: dict[str, T
         raise ValueError(f"{path}: lacks, or has too much, {', '.join(missing)}")
 
 
-def _empty(of: ModelConfig | Policy | Sequence[Policy], options: dict[str, Any]) -> Cache:
+def _empty(
+    path: object,
+    saved: dict[str, Any],
+    of: ModelConfig | Policy | Sequence[Policy],
+    options: dict[str, Any],
+) -> Cache:
+    """Return an empty cache, once it is clear that the file is for the same."""
     from dynchunk.cache.cache import Cache
 
-    return Cache.of(of, **options) if isinstance(of, ModelConfig) else Cache(of, **options)
+    config = of if isinstance(of, ModelConfig) else None
+    if isinstance(of, ModelConfig):
+        policies, leaders = [of.policy(layer) for layer in range(of.layers)], of.plan.leaders
+    else:
+        policies, leaders = [of] if isinstance(of, Policy) else list(of), saved["leaders"]
+    found = _difference("", saved, _purpose(policies, leaders, config))
+    if found:
+        raise ValueError(f"{path}: a cache of another model or policy: {found}")
+    if config is not None:
+        return Cache.of(config, **options)
+    return Cache(policies, sharing=SharePlan(tuple(leaders)), **options)
 
 
-def _purpose(cache: Cache) -> dict[str, Any]:
+def _purpose(
+    policies: Sequence[Policy], leaders: Sequence[int], config: ModelConfig | None
+) -> dict[str, Any]:
     return {
-        "policies": [policy.as_dict() for policy in cache.policies],
-        "leaders": list(cache.leaders),
-        "config": None if cache.config is None else cache.config.as_dict(),
+        "policies": [policy.as_dict() for policy in policies],
+        "leaders": list(leaders),
+        "config": None if config is None else config.as_dict(),
     }
 
 

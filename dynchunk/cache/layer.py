@@ -179,8 +179,12 @@ class LayerCache:
                 scale=scale,
                 impl=impl,
             ).out
-        self._read, self._done = {}, step
+        self.finish()
         return out
+
+    def finish(self) -> None:
+        """Be done with the new tokens: after :meth:`attend`, or for keys without queries."""
+        self._read, self._done = {}, self.step
 
     def write(self, name: str, to: Tensor, entries: Tensor) -> None:
         """Store what entries [N, ...] have under a name, in rows of the pages."""
