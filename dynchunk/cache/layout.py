@@ -250,54 +250,46 @@ class StreamLayout:
 
     def _closed(self, old: list[list[int]], row_of_first: Integers) -> Closed | None:
         """Describe the chunks with an entry number from ``old`` [G][B] on."""
-        found = [
-            [self._closed_of(g, b, first) for b, first in enumerate(of_view)]
+        new = [
+            [self._new_entries(g, b, first) for b, first in enumerate(of_view)]
             for g, of_view in enumerate(old)
         ]
-        if not any(len(ends) for of_view in found for _, _, ends, _ in of_view):
+        if not any(len(one.to) for of_view in new for one in of_view):
             return None
-        to = [to for of_view in found for *_, to in of_view]
+        to = np.concatenate([one.to for of_view in new for one in of_view])
         if self.is_full:
             nothing = self.tensor(np.zeros(0, np.int64))
-            return Closed(nothing, (), (), None, self.tensor(np.concatenate(to)))
-        # Each sequence's pooled tokens are one run, from the first of any view to the last.
-        low, high = np.zeros(self.batch, np.int64), np.zeros(self.batch, np.int64)
-        for b in range(self.batch):
-            runs = [of_view[b] for of_view in found if len(of_view[b][2])]
-            low[b] = min((int(before[0]) for before, *_ in runs), default=0)
-            high[b] = max((int(ends[-1]) for _, _, ends, _ in runs), default=0)
-        shift = np.cumsum(high - low) - high
+            return Closed(nothing, (), (), None, self.tensor(to))
+        low, high = _pooled(new)
+        shift = np.cumsum(high - low) - high  # from positions to the pooled rows
         spans, positions, biases = [], [], []
-        for g, of_view in enumerate(found):
-            before, starts, ends, _ = (np.concatenate(x) for x in zip(*of_view, strict=True))
-            of_entry = np.repeat(np.arange(self.batch), [len(ends) for _, _, ends, _ in of_view])
-            moved = [self.tensor(x + shift[of_entry]) for x in (before, starts, ends)]
-            spans.append(Spans(moved[0] if self._overlap else None, moved[1], moved[2]))
-            positions.append(self.tensor(starts))
-            biases.append(self._bias(g, of_entry, starts, ends))
+        for g, of_view in enumerate(new):
+            of_entry = np.repeat(np.arange(self.batch), [len(one.to) for one in of_view])
+            joined = _NewEntries(*(np.concatenate(x) for x in zip(*of_view, strict=True)))
+            before, starts, ends = (self.tensor(x + shift[of_entry]) for x in joined[:3])
+            spans.append(Spans(before if self._overlap else None, starts, ends))
+            positions.append(self.tensor(joined.starts))
+            biases.append(self._bias(g, of_entry, joined.starts, joined.ends))
         return Closed(
             self.tensor(ranges(row_of_first + low, high - low)),
             tuple(spans),
             tuple(positions),
             None if biases[0] is None else tuple(b for b in biases if b is not None),
-            self.tensor(np.concatenate(to)),
+            self.tensor(to),
         )
 
-    def _closed_of(
-        self, g: int, b: int, first: int
-    ) -> tuple[Integers, Integers, Integers, Integers]:
-        """Return (before, starts, ends, rows of the pages) of entries from ``first`` on."""
+    def _new_entries(self, g: int, b: int, first: int) -> _NewEntries:
         n = self.entries(g, b)
         to = self.table.rows(g, b, first, n)
         if self.is_full:
-            return to, to, to, to
+            return _NewEntries(to, to, to, to)
         closings = self.closings(g, b)
         starts = closings.starts(first, n)
         before = starts
         if self._overlap and n > first:
             before = closings.starts(max(0, first - 1), n - 1)
             before = np.concatenate([starts[:1], before]) if first == 0 else before
-        return before, starts, closings.ends[first:n], to
+        return _NewEntries(before, starts, closings.ends[first:n], to)
 
     def _bias(self, g: int, b: Integers, starts: Integers, ends: Integers) -> Tensor | None:
         reduction = self.policy.reduction
@@ -306,11 +298,30 @@ class StreamLayout:
             return None
         lengths = self.tensor(ends - starts).double()
         bias = lengths.log() if by_length else torch.zeros_like(lengths)
-        source = self.sources[g]
-        now = self.segments.lengths
+        if not self.segments.has_credit:
+            return bias
+        source, now = self.sources[g], self.segments.lengths
         base = [
             self.segments.start_before(source, row, start, int(now[row]))
             for row, start in zip(b.tolist(), starts.tolist(), strict=True)
         ]
         credit = self.segments.credit(source, b, np.array(base, np.int64))
         return bias if credit is None else bias + credit
+
+
+class _NewEntries(NamedTuple):
+    """Chunks of one sequence that got an entry, positions counted from its first token."""
+
+    before: Integers  #: first token of the chunk before, with overlap
+    starts: Integers
+    ends: Integers
+    to: Integers  #: rows of the pages
+
+
+def _pooled(new: list[list[_NewEntries]]) -> tuple[Integers, Integers]:
+    """Return the first token that the new entries of each sequence pool, and one past the last."""
+    low, high = np.zeros((2, len(new[0])), np.int64)
+    for b, of_sequence in enumerate(zip(*new, strict=True)):
+        low[b] = min((int(one.before[0]) for one in of_sequence if len(one.to)), default=0)
+        high[b] = max((int(one.ends[-1]) for one in of_sequence if len(one.to)), default=0)
+    return low, high
