@@ -31,6 +31,7 @@ from dynchunk.cache import Cache
 from dynchunk.cache.closings import Closings, follow
 from dynchunk.cache.rows import FEW
 from dynchunk.chunks import Chunks, InvariantError
+from dynchunk.ops.decode_topk import decode_topk
 from dynchunk.ops.pool import pool
 
 policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -712,3 +713,10 @@ def test_an_empty_batch_and_empty_appends():
     model(ids(9), [0, 4, 4, 9], cache=cache)
     model(ids(0), [0, 0, 0, 0], cache=cache)
     assert cache.check().lengths == (4, 0, 5)
+
+
+def test_an_index_over_a_pool_without_pages_finds_nothing():
+    q, keys, weights = torch.zeros(2, 1, 4), torch.zeros(0, 8, 4), torch.zeros(2, 1)
+    pages, sequence = torch.zeros(1, 2, 0, dtype=torch.int64), torch.tensor([0, 1])
+    found = decode_topk(q, keys, weights, pages, sequence, torch.zeros_like(sequence)[None], 3)
+    assert found.indices.tolist() == [[-1] * 3] * 2

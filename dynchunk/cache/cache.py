@@ -33,7 +33,8 @@ class Cache:
 
     Of the latest tokens the raw rows are kept that queries, open chunks and a rollback of up to
     ``rollback`` tokens read; of all others only the entries. A closed chunk opens again where a
-    crop takes back the tokens that closed it.
+    crop takes back the tokens that closed it. (A running state of its pooling would be smaller than
+    the raw rows of an open chunk, but could not go back.)
 
     Parameters
     ----------
