@@ -238,7 +238,7 @@ def test_case_4_draft_tokens_that_are_taken_back(name):
             one = cache.fork()
             model(draft, cache=one)
             one.crop(accepted - drafts or 23 + drafts)
-            got = stream(model, rest, [1] * 9, one)
+            got = stream(model, rest, [1, 1, 7], one)
             whole = torch.cat([prompt, draft[:accepted], rest])
             assert_close(got, model(whole).logits[-9:])
 
@@ -713,6 +713,11 @@ def test_an_empty_batch_and_empty_appends():
     model(ids(9), [0, 4, 4, 9], cache=cache)
     model(ids(0), [0, 0, 0, 0], cache=cache)
     assert cache.check().lengths == (4, 0, 5)
+    cache = Cache.of(model.config)
+    model(ids(0), cache=cache)
+    cache.repeat(3)
+    assert cache.check().lengths == (0, 0, 0)
+    assert_close(model(ids(3, 5), cache=cache).logits, model(ids(3, 5)).logits)
 
 
 def test_an_index_over_a_pool_without_pages_finds_nothing():

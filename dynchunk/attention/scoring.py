@@ -103,6 +103,17 @@ def ratio_loss(p: Tensor, is_boundary: Tensor, ratio: float) -> Tensor:
     return ratio / (ratio - 1) * ((ratio - 1) * share * mean + (1 - share) * (1 - mean))
 
 
+def reach(spec: ScoreSpec | None) -> int:
+    """Return how many tokens before its own a score reads, of those that its input has read.
+
+    >>> reach(Hash(3)), reach(TokenClasses((7,))), reach(Router())
+    (2, 0, 1)
+    """
+    if isinstance(spec, Hash):
+        return spec.n - 1
+    return spec.reach if isinstance(spec, Learned) else int(isinstance(spec, Router))
+
+
 def has_credit(spec: ScoreSpec | None) -> bool:
     """Return whether a score is added to the logits of the entries of its chunks."""
     return isinstance(spec, Learned | Router) and spec.credit == "log_p"
@@ -152,11 +163,6 @@ class Segmenter(nn.Module):
         self.scorers = nn.ModuleList(build_scorer(spec, dim) for spec in self.specs)
 
     @property
-    def reach(self) -> int:
-        """Tokens before its own that a score reads, at most."""
-        return max((_reach(spec) for spec in self.specs), default=0)
-
-    @property
     def reads_hidden(self) -> bool:
         """Whether a score reads hidden states; else the ids of the tokens are enough."""
         return any(isinstance(spec, Learned | Router) for spec in self.specs)
@@ -195,12 +201,6 @@ class Segmenter(nn.Module):
             credits.insert(0, credit)
         loss = torch.stack(losses).mean() if losses else None
         return Segmented(tuple(chunks), tuple(credits), loss)
-
-
-def _reach(spec: ScoreSpec) -> int:
-    if isinstance(spec, Hash):
-        return spec.n - 1
-    return spec.reach if isinstance(spec, Learned) else int(isinstance(spec, Router))
 
 
 def given_scores(scores: Tensor | None, tokens: Tensor) -> Tensor:

@@ -266,10 +266,9 @@ class Cache:
     ) -> Integers:
         first = floor - segments.reach
         if segments.has_credit:
-            radius = max(1, getattr(segments.rule, "radius", 1))
             for b, n in enumerate(floor.tolist()):
                 starts = [layout.scores_needed(b, n) for layout in layouts]
-                first[b] = min([first[b], *(start - radius for start in starts)])
+                first[b] = min([first[b], *(start - segments.credit_reach for start in starts)])
         return np.maximum(0, first)
 
     # Going back, and which sequences there are
@@ -329,8 +328,7 @@ class Cache:
         for segments in self._segments.values():
             segments.select(index)
         for layer, state in enumerate(self.layers):
-            layout = self.layout(layer)
-            state.rows.select(index, layout.map.capacity)
+            state.rows.select(index, self.layout(layer).map)
         for layout in self.layouts:
             layout.select(index)
         self._give_back()

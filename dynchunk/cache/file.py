@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 VERSION = 1
 
 _FORMAT = "dynchunk.Cache"
-_KEYS = ("format", "version", "of", "batch", "rollback", "page_size", "reach", "tensors")
+_KEYS = ("format", "version", "of", "batch", "rollback", "page_size", "tensors")
 
 
 def save(cache: Cache, path: str | PathLike[str]) -> None:
@@ -44,7 +44,6 @@ def save(cache: Cache, path: str | PathLike[str]) -> None:
         "batch": str(cache.batch),
         "rollback": json.dumps(cache.rollback),
         "page_size": str(cache.page_size),
-        "reach": json.dumps([segments.reach for segments in cache.segments]),
         "tensors": json.dumps(sorted(tensors)),
     }
     whole = Path(path)
@@ -80,8 +79,6 @@ def load(
         "device": device,
     }
     cache = _empty(path, json.loads(metadata["of"]), of, options)
-    for segments, reach in zip(cache.segments, json.loads(metadata["reach"]), strict=True):
-        segments.reach = int(reach)
     try:
         _restore(cache, tensors)
         return cache.check()

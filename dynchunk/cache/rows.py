@@ -167,10 +167,10 @@ class Rows(dict[str, Tensor]):
         for name, x in self.items():
             self._keep(name, x[_index(move.packed.held, x)], move.packed, move.size)
 
-    def select(self, index: Integers, capacity: int) -> None:
-        """Keep the sequences of ``index``, in that order."""
+    def select(self, index: Integers, where: RowMap) -> None:
+        """Keep the sequences of ``index``, in that order, as the map has not yet."""
         for name, x in self.items():
-            rows = x.reshape(len(x) // max(1, capacity), capacity, *x.shape[1:])
+            rows = x.reshape(len(where.end), where.capacity, *x.shape[1:])
             self[name] = rows[_index(index, x)].flatten(0, 1)
 
     def place(self, where: RowMap, packed: dict[str, Tensor]) -> None:

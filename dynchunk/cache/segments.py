@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynchunk._checks import require
 from dynchunk.attention.policy import Policy
-from dynchunk.attention.scoring import Segmenter, has_credit, log_p, score_specs
+from dynchunk.attention.scoring import Segmenter, has_credit, log_p, reach, score_specs
 from dynchunk.attention.specs import ScoreSpec
 from dynchunk.boundaries import BoundaryRule, FixedStride
 from dynchunk.boundaries.stream import BoundaryStream
@@ -37,11 +37,13 @@ class Segments:
         sources = max(1, len(self.specs))
         self.closings = [[Closings() for _ in range(batch)] for _ in range(sources)]
         self.streams: list[list[BoundaryStream]] = []
+        self.credit_reach = 0  #: tokens before a chunk whose scores its entry's logit reads
         if isinstance(self.rule, BoundaryRule):
+            self.credit_reach = max(1, self.rule.radius)  # 1: log_p has to see that it is no START
             self.streams = [[self.rule.stream() for _ in range(batch)] for _ in range(sources)]
         self.lengths = np.zeros(batch, np.int64)  #: tokens seen
         self.map, self.rows = RowMap(batch), Rows()
-        self.reach = 0  #: tokens before its own that a score reads
+        self.reach = max(map(reach, self.specs), default=0)  #: tokens before its own that one reads
         self._move: Move | None = None  # of tokens that are scored and not appended yet
 
     @property
@@ -60,18 +62,17 @@ class Segments:
     ) -> list[Tensor]:
         """Return the scores of new tokens, [S] for each source that has a scorer."""
         self._move = move = self.map.extend(counts, self.map.begin)
-        self.reach = segmenter.reach
-        reach = np.minimum(segmenter.reach, self.lengths)
-        if segmenter.reach == 0:
+        before = np.minimum(self.reach, self.lengths)
+        if self.reach == 0:
             return segmenter.scores(tokens, hidden, _offsets(counts, tokens.device))
         inputs = {"tokens": tokens} | ({"hidden": hidden} if segmenter.reads_hidden else {})
         self.rows.extend(move, inputs)
-        first = self.map.row_of_first + self.lengths - reach
-        rows = torch.from_numpy(ranges(first, reach + counts)).to(tokens.device)
-        cu = _offsets(reach + counts, tokens.device)
+        first = self.map.row_of_first + self.lengths - before
+        rows = torch.from_numpy(ranges(first, before + counts)).to(tokens.device)
+        cu = _offsets(before + counts, tokens.device)
         context = self.rows["hidden"][rows] if segmenter.reads_hidden else hidden[:0]
         found = segmenter.scores(self.rows["tokens"][rows], context, cu)
-        new = ranges(np.cumsum(reach + counts) - counts, counts)
+        new = ranges(np.cumsum(before + counts) - counts, counts)
         return [scores[torch.from_numpy(new).to(tokens.device)] for scores in found]
 
     def append(self, counts: Integers, scores: Sequence[Tensor]) -> None:
@@ -120,7 +121,7 @@ class Segments:
         if not has_credit(spec) or not isinstance(self.rule, BoundaryRule):
             return None
         scores = self.rows[f"score{source}"]
-        begin = np.maximum(0, starts - max(1, self.rule.radius))
+        begin = np.maximum(0, starts - self.credit_reach)
         counts = np.minimum(self.lengths[b], starts + self.rule.radius + 1) - begin
         rows = ranges(self.map.row_of_first[b] + begin, counts)
         cu = _offsets(counts, scores.device)
@@ -156,7 +157,7 @@ class Segments:
     def select(self, index: Integers) -> None:
         """Keep the sequences of ``index``, in that order."""
         self.lengths = self.lengths[index]
-        self.rows.select(index, self.map.capacity)
+        self.rows.select(index, self.map)
         self.map.select(index)
         self.streams = [[streams[b].copy() for b in index] for streams in self.streams]
         self.closings = [[closings[b].copy() for b in index] for closings in self.closings]
@@ -164,7 +165,7 @@ class Segments:
     def fork(self) -> Segments:
         """Return the same state on its own."""
         other = Segments(self.policy, 0)
-        other.lengths, other.reach = self.lengths.copy(), self.reach
+        other.lengths = self.lengths.copy()
         other.map, other.rows = self.map.copy(), self.rows.copy()
         other.streams = [[stream.copy() for stream in streams] for streams in self.streams]
         other.closings = [[one.copy() for one in closings] for closings in self.closings]
