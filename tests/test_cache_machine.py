@@ -1,6 +1,8 @@
 """The cache as a state machine: after any operations, the next logits are those of a fresh run."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import attention_oracle as oracle
 import torch
@@ -163,10 +165,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def save_and_load(self):
-        path = f"/tmp/{os.getpid()}.cache.safetensors"
-        self.cache.save(path)
-        self.cache = Cache.load(path, self.model.config)
-        os.unlink(path)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "cache.safetensors"
+            self.cache.save(path)
+            self.cache = Cache.load(path, self.model.config)
 
     @invariant()
     def all_invariants_hold(self):

@@ -72,13 +72,8 @@ def load(
             f"{path}: not a whole safetensors file ({error}); the cache has to be built again"
         ) from error
     _check_metadata(path, metadata, tensors)
-    options = {
-        "batch": int(metadata["batch"]),
-        "rollback": json.loads(metadata["rollback"]),
-        "page_size": int(metadata["page_size"]),
-        "device": device,
-    }
-    cache = _empty(path, json.loads(metadata["of"]), of, options)
+    options = {name: json.loads(metadata[name]) for name in ("batch", "rollback", "page_size")}
+    cache = _empty(path, json.loads(metadata["of"]), of, options | {"device": device})
     try:
         _restore(cache, tensors)
         return cache.check()
