@@ -1,8 +1,8 @@
 """KV-cache compression in chunks whose boundaries follow the content, not a fixed grid.
 
 The names below are the ones to start with; the rest is one level down: ``dynchunk.boundaries``,
-``dynchunk.packing``, ``dynchunk.attention``, ``dynchunk.testing``, ``dynchunk.audit``. A boundary
-is the FIRST token of a chunk.
+``dynchunk.packing``, ``dynchunk.attention``, ``dynchunk.cache``, ``dynchunk.testing``,
+``dynchunk.audit``. A boundary is the FIRST token of a chunk.
 """
 
 from dynchunk.boundaries import (

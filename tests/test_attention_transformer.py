@@ -29,7 +29,7 @@ from dynchunk.attention import (
     save,
     sliding,
 )
-from dynchunk.attention.scoring import log_p, ratio_loss
+from dynchunk.attention.scoring import build_scorer, log_p, ratio_loss
 from dynchunk.boundaries import FixedStride, HashScore, SharePlan
 from dynchunk.chunks import Chunks
 
@@ -105,6 +105,17 @@ def test_only_the_last_tokens_of_each_sequence(policy):
         assert_close(out.logits, whole.logits[rows].detach())
         for ours, theirs in zip(out.views, whole.views, strict=True):
             assert all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dim", [8, 24, 100, 576])
+def test_equal_tokens_have_equal_learned_scores_whatever_else_is_there(dtype, dim):
+    scorer = build_scorer(Learned(1), dim).to(dtype)
+    rows = torch.randn(5, dim, dtype=dtype)[torch.randint(5, (80,))]
+    whole = scorer(None, rows, torch.tensor([0, 80]))
+    for begin, end in ((0, 2), (3, 5), (7, 30), (11, 80)):
+        part = scorer(None, rows[begin:end].clone(), torch.tensor([0, end - begin]))
+        assert torch.equal(part[1:], whole[begin + 1 : end])
 
 
 def test_the_implementation_of_attend_may_be_chosen():

@@ -54,6 +54,16 @@ def run_pool(x, impl="cpu"):
     return [pool(x[1], spans, gate=x[1].flip(0), slot_bias=x[1][:3], impl=impl)]
 
 
+def run_pool_with_all_options(x, impl="cpu"):
+    """Norm, RoPE, and tokens whose rows lie in another order, among others that hold NaN."""
+    spans = Spans.of(VIEWS[0], overlap=True)
+    rows = 2 * torch.arange(CU[-1]).flip(0) + 1
+    values = x[1].new_full((2 * CU[-1] + 1, *x[1].shape[1:]), torch.nan).index_copy(0, rows, x[1])
+    angles = normal(len(VIEWS[0]), 3, dtype=torch.float32)
+    given = {"gate": values, "slot_bias": x[1][:3], "norm": x[1][0, 0, :12], "rows": rows}
+    return [pool(values, spans, **given, rope=(angles.cos(), angles.sin()), impl=impl)]
+
+
 def run_index(x, impl="cpu"):
     keys, weights = x[3][: len(VIEWS[0]), 0], x[0][:, :, 0]
     return index_topk(x[0], keys, weights, ONE_VIEW, 20, impl=impl)
@@ -71,12 +81,13 @@ RUNS = {
     "attend_selected": run_selected,
     "decode": run_decode,
     "pool": run_pool,
+    "pool_with_all_options": run_pool_with_all_options,
     "index_topk": run_index,
     "decode_topk": run_decode_topk,
 }
 each_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 each_differentiable = pytest.mark.parametrize(
-    "run", [RUNS[n] for n in ("attend", "attend_selected", "pool", "index_topk")]
+    "run", [RUNS[n] for n in RUNS if not n.startswith("decode")]
 )
 
 

@@ -191,15 +191,48 @@ def test_truncate_to_any_length_then_other_tokens_is_a_fresh_run(rule, x, data):
     assert stream.chunks().equal(rule(torch.cat([x[:n], other])))
 
 
+@given(rules(), st.lists(scores(), min_size=1, max_size=4), st.data())
+def test_a_stream_that_forgets_goes_on_and_back_as_if_it_had_not(rule, pieces, data):
+    stream, whole, earliest = rule.stream(), rule.stream(), 0
+    for x in pieces:
+        assert stream.push(x) == whole.push(x)
+        earliest = max(earliest, data.draw(st.integers(0, len(stream))))
+        stream.forget(earliest)
+        if data.draw(st.booleans()):
+            stream = stream.copy()
+        n = data.draw(st.sampled_from([len(stream), earliest, 0]))
+        stream.truncate(n)
+        whole.truncate(n)
+        earliest = min(n, earliest)
+        kept = stream.boundaries
+        assert kept == whole.boundaries[len(whole.boundaries) - len(kept) :]
+
+
+def test_what_a_stream_keeps_does_not_grow_with_it():
+    stream = BoundaryRule(2, max_length=8, ladder=True).stream()
+    for _ in range(50):
+        stream.push(torch.rand(100))
+        stream.forget(len(stream) - 64)
+    assert stream.nbytes < 4000
+    assert len(stream.boundaries) < 64
+    with pytest.raises(ValueError, match=r"at least 4936 \(the rest is forgotten\)"):
+        stream.truncate(4935)
+    with pytest.raises(ValueError, match="chunks: expected a stream that forgot nothing"):
+        stream.chunks()
+    stream.truncate(0)
+    assert len(stream.chunks()) == 0
+
+
 @given(rules(), scores(), st.data())
 def test_a_saved_stream_goes_on_as_if_nothing_had_been(rule, x, data):
     n = data.draw(st.integers(0, len(x)))
     first, second = rule.stream(), rule.stream()
     second.push(torch.rand(7))
     first.push(x[:n])
+    first.forget(data.draw(st.integers(0, n)))
     second.load_state_dict(first.state_dict())
     assert second.push(x[n:]) == first.push(x[n:])
-    assert second.chunks().equal(rule(x))
+    assert second.boundaries == first.boundaries
 
 
 @given(st.integers(1, 9), st.data())

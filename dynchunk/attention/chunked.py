@@ -15,7 +15,9 @@ from dynchunk.attention.indexer import Indexer, index_loss
 from dynchunk.attention.layout import Layout
 from dynchunk.attention.policy import Policy
 from dynchunk.attention.specs import GatedPool, MeanPool
+from dynchunk.attention.streaming import Entries, LayerState, attend_streaming
 from dynchunk.chunks import Chunks
+from dynchunk.ops.layout import Spans
 from dynchunk.ops.pool import pool
 
 
@@ -100,7 +102,12 @@ class ChunkedAttention(nn.Module):
         self.indexer = Indexer.of(policy, dim, dim, width)
 
     def forward(
-        self, x: Tensor, chunks: Chunks | Sequence[Chunks] | Layout, *, impl: str | None = None
+        self,
+        x: Tensor,
+        chunks: Chunks | Sequence[Chunks] | Layout | None = None,
+        *,
+        cache: LayerState | None = None,
+        impl: str | None = None,
     ) -> Mixed:
         """Mix packed hidden states.
 
@@ -112,6 +119,9 @@ class ChunkedAttention(nn.Module):
             :func:`~dynchunk.attention.layout.one_chunk_each` returns. A ``Layout`` may be shared by
             layers of one policy, and may have only the last tokens of each sequence as queries, S
             of them.
+        cache : LayerCache, optional
+            In place of ``chunks``: the past of the sequences, of which ``x`` has the tokens that
+            were appended to the :class:`~dynchunk.cache.Cache`. No gradient.
         impl : str, optional
             Of :func:`~dynchunk.ops.attend.attend`.
 
@@ -119,6 +129,11 @@ class ChunkedAttention(nn.Module):
         -------
         Mixed
         """
+        expected = "either chunks or a cache"
+        require((chunks is None) != (cache is None), "chunks", expected, (chunks, cache))
+        if cache is not None:
+            return Mixed(self._stream(x, cache, impl), None)
+        assert chunks is not None
         layout = chunks if isinstance(chunks, Layout) else Layout.of(self.policy, chunks)
         total = layout.views[0].num_tokens
         require(x.ndim == 2 and len(x) == total, "x", f"hidden states of {total} tokens", x)
@@ -149,6 +164,38 @@ class ChunkedAttention(nn.Module):
         )
         return Mixed(self.o_proj(out.flatten(1)), loss)
 
+    @torch.no_grad()
+    def _stream(self, x: Tensor, cache: LayerState, impl: str | None) -> Tensor:
+        q = self._heads(self.q_proj(x), self.q_norm)
+        k = self._heads(self.k_proj(x), self.k_norm)
+        v = None if self.v_proj is None else self._heads(self.v_proj(x), None)
+        inputs = {} if self.policy.boundaries is None else {"x": x}
+        if self.policy.boundaries is not None and self.compress_k is None:
+            inputs = {"raw_k": k} | ({} if self.indexer is None else inputs)
+
+        def entries(rows: dict[str, Tensor], spans: tuple[Spans, ...]) -> Entries:
+            if self.compress_k is not None:
+                return self._compress(rows["x"], spans)
+            return self._mean(rows["raw_k"], rows.get("v"), spans)
+
+        out = attend_streaming(
+            q,
+            k,
+            v,
+            x,
+            x,
+            cache,
+            self.policy,
+            entries,
+            inputs=inputs,
+            indexer=self.indexer,
+            sink=self.sink,
+            slopes=self.slopes,
+            impl=impl,
+        )
+        mixed: Tensor = self.o_proj(out.flatten(1))
+        return mixed
+
     def _heads(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
         x = x.reshape(len(x), x.shape[-1] // self.head_dim, self.head_dim)
         return x if norm is None else norm(x)
@@ -162,20 +209,25 @@ class ChunkedAttention(nn.Module):
         of_v = None if self.shared_kv else Compressor(*size, norm=False)
         return Compressor(*size, norm=policy.reduction.norm), of_v
 
-    def _entries(
-        self, x: Tensor, k: Tensor, v: Tensor | None, layout: Layout
-    ) -> tuple[list[Tensor], list[Tensor] | None]:
-        heads = self.kv_heads // len(layout.views)
+    def _entries(self, x: Tensor, k: Tensor, v: Tensor | None, layout: Layout) -> Entries:
         if self.policy.boundaries is None:
-            nothing = [k.new_zeros(len(view), heads, self.head_dim) for view in layout.views]
+            nothing = [k.new_zeros(len(layout.views[0]), self.kv_heads, self.head_dim)]
             return nothing, None if v is None else nothing
         if self.compress_k is not None:
-            of_v = None if self.compress_v is None else self.compress_v(x, layout)
-            return self.compress_k(x, layout), of_v
+            return self._compress(x, layout.spans)
+        return self._mean(k, v, layout.spans)
+
+    def _compress(self, x: Tensor, spans: tuple[Spans, ...]) -> Entries:
+        assert self.compress_k is not None
+        of_v = None if self.compress_v is None else self.compress_v.pool(x, spans)
+        return self.compress_k.pool(x, spans), of_v
+
+    def _mean(self, k: Tensor, v: Tensor | None, spans: tuple[Spans, ...]) -> Entries:
+        heads = self.kv_heads // len(spans)
 
         def mean(raw: Tensor) -> list[Tensor]:
-            views = enumerate(layout.spans)
-            return [pool(raw[:, g * heads : (g + 1) * heads], spans) for g, spans in views]
+            views = enumerate(spans)
+            return [pool(raw[:, g * heads : (g + 1) * heads], of_view) for g, of_view in views]
 
         entry_k = mean(k)
         if self.entry_norm is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from dynchunk.attention.layout import Layout
 from dynchunk.attention.specs import GatedPool, Reduction
+from dynchunk.ops.layout import Spans
 from dynchunk.ops.pool import pool
 
 EPS = 1e-6
@@ -61,13 +64,17 @@ class Compressor(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout) -> list[Tensor]:
         """Return the entries [N_g, H / G, head_dim] of each view, from hidden states [T, dim]."""
+        return self.pool(x, layout.spans)
+
+    def pool(self, x: Tensor, views: Sequence[Spans]) -> list[Tensor]:
+        """Return the same, of spans of the hidden states in each view."""
         values = self.kv_proj(x).unflatten(-1, (self.heads, self.width))
         gate = None
         if self.gate_proj is not None:
             gate = self.gate_proj(x).unflatten(-1, (self.heads, self.width))
-        heads = self.heads // len(layout.views)
+        heads = self.heads // len(views)
         entries = []
-        for view, spans in enumerate(layout.spans):
+        for view, spans in enumerate(views):
             part = slice(view * heads, (view + 1) * heads)
             entry = pool(
                 values[:, part],

@@ -16,7 +16,9 @@ from dynchunk.attention.indexer import Indexer, index_loss
 from dynchunk.attention.layout import Layout
 from dynchunk.attention.policy import Policy
 from dynchunk.attention.specs import GatedPool
+from dynchunk.attention.streaming import LayerState, attend_streaming
 from dynchunk.chunks import Chunks
+from dynchunk.ops.layout import Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,12 @@ class V4Attention(nn.Module):
         self.indexer = Indexer.of(policy, sizes.dim, sizes.query_rank, width)
 
     def forward(
-        self, x: Tensor, chunks: Chunks | Sequence[Chunks] | Layout, *, impl: str | None = None
+        self,
+        x: Tensor,
+        chunks: Chunks | Sequence[Chunks] | Layout | None = None,
+        *,
+        cache: LayerState | None = None,
+        impl: str | None = None,
     ) -> Mixed:
         """Mix packed hidden states, as :class:`~dynchunk.attention.ChunkedAttention` does.
 
@@ -87,6 +94,8 @@ class V4Attention(nn.Module):
         x : floating tensor [T, dim]
         chunks : Chunks or a Layout
             A layout may have only the last tokens of each sequence as queries, S of them.
+        cache : LayerCache, optional
+            In place of ``chunks``, as in ChunkedAttention.
         impl : str, optional
             Of :func:`~dynchunk.ops.attend.attend`.
 
@@ -95,12 +104,16 @@ class V4Attention(nn.Module):
         Mixed
             out [S, dim].
         """
+        expected = "either chunks or a cache"
+        require((chunks is None) != (cache is None), "chunks", expected, (chunks, cache))
+        if cache is not None:
+            return Mixed(self._stream(x, cache, impl), None)
+        assert chunks is not None
         layout = chunks if isinstance(chunks, Layout) else Layout.of(self.policy, chunks)
         total = layout.views[0].num_tokens
         require(x.ndim == 2 and len(x) == total, "x", f"hidden states of {total} tokens", x)
-        low_rank = self.q_a_norm(self.q_a_proj(layout.queries(x)))
-        q = self.q_b_proj(low_rank).unflatten(-1, (self.sizes.heads, self.sizes.head_dim))
-        q, kv = self.q_b_norm(q), self.kv_norm(self.kv_proj(x))[:, None]
+        low_rank, q = self._queries(layout.queries(x))
+        kv = self.kv_norm(self.kv_proj(x))[:, None]
         entries = [kv.new_zeros(len(layout.views[0]), *kv.shape[1:])]
         if self.compressor is not None:
             entries = self.compressor(x, layout)
@@ -122,6 +135,43 @@ class V4Attention(nn.Module):
             sink=self.sink,
             impl=impl,
         )
+        return Mixed(self._output(out), loss)
+
+    @torch.no_grad()
+    def _stream(self, x: Tensor, cache: LayerState, impl: str | None) -> Tensor:
+        low_rank, q = self._queries(x)
+        kv = self.kv_norm(self.kv_proj(x))[:, None]
+        compressor = self.compressor
+
+        def entries(rows: dict[str, Tensor], spans: tuple[Spans, ...]) -> tuple[list[Tensor], None]:
+            assert compressor is not None
+            return compressor.pool(rows["x"], spans), None
+
+        out = attend_streaming(
+            q,
+            kv,
+            None,
+            x,
+            low_rank,
+            cache,
+            self.policy,
+            entries,
+            inputs={} if compressor is None else {"x": x},
+            indexer=self.indexer,
+            sink=self.sink,
+            impl=impl,
+        )
+        return self._output(out)
+
+    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries' low-rank form, which the indexer reads, and the queries."""
+        low_rank = self.q_a_norm(self.q_a_proj(x))
+        q = self.q_b_proj(low_rank).unflatten(-1, (self.sizes.heads, self.sizes.head_dim))
+        return low_rank, self.q_b_norm(q)
+
+    def _output(self, out: Tensor) -> Tensor:
+        """Project the heads' outputs [S, heads, head_dim] to [S, dim]."""
         grouped = out.reshape(len(out), *self.o_a_weight.shape[::2])
-        low_rank_out = torch.einsum("tgi,goi->tgo", grouped, self.o_a_weight)
-        return Mixed(self.o_b_proj(low_rank_out.flatten(1)), loss)
+        low_rank = torch.einsum("tgi,goi->tgo", grouped, self.o_a_weight)
+        mixed: Tensor = self.o_b_proj(low_rank.flatten(1))
+        return mixed

@@ -125,7 +125,9 @@ def attend_entries(
     at = zip(entry_k, layout.entry_position, strict=True)
     entry_k = [rotate(entry, position, rope) for entry, position in at]
     if slopes is not None:
-        q, k, entry_k = _add_slopes(q.to(wide), k.to(wide), entry_k, slopes / scale, layout)
+        q = slope_queries(q.to(wide), slopes / scale, layout.query_position)
+        k = slope_keys(k.to(wide), layout.position)
+        entry_k = [slope_entries(entry.to(wide)) for entry in entry_k]
     bias = None if layout.bias is None else [b.to(wide) for b in layout.bias]
     if indices is None:
         result = attend(
@@ -141,16 +143,22 @@ def attend_entries(
     return rotate(out[..., :width], layout.query_position, rope, inverse=True)
 
 
-def _add_slopes(
-    q: Tensor, k: Tensor, entry_k: Sequence[Tensor], slopes: Tensor, layout: Layout
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    at = layout.position.to(k.dtype)[:, None].expand(k.shape[:2])
-    of_query = torch.stack(
-        [slopes.expand(q.shape[:2]), -slopes * layout.query_position.to(q.dtype)[:, None]], -1
-    )
-    of_token = torch.stack([at, torch.ones_like(at)], -1)
-    entries = [torch.nn.functional.pad(entry.to(k.dtype), (0, 2)) for entry in entry_k]
-    return torch.cat([q, of_query.to(q.dtype)], -1), torch.cat([k, of_token], -1), entries
+def slope_queries(q: Tensor, slopes: Tensor, position: Tensor) -> Tensor:
+    """Add the two channels of slopes [H], in units of the logits' scale, to queries."""
+    at = position.to(q.dtype)[:, None]
+    channels = torch.stack([slopes.expand(q.shape[:2]), -slopes * at], -1)
+    return torch.cat([q, channels.to(q.dtype)], -1)
+
+
+def slope_keys(k: Tensor, position: Tensor) -> Tensor:
+    """Add the two channels that queries with slopes read of raw tokens."""
+    at = position.to(k.dtype)[:, None].expand(k.shape[:2])
+    return torch.cat([k, torch.stack([at, torch.ones_like(at)], -1)], -1)
+
+
+def slope_entries(entry_k: Tensor) -> Tensor:
+    """Add the two channels that queries with slopes read of entries: nothing."""
+    return torch.nn.functional.pad(entry_k, (0, 2))
 
 
 def _pool(x: Tensor, layout: Layout, gate: Tensor | None, slot_bias: Tensor | None) -> list[Tensor]:

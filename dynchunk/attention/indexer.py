@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from dynchunk.attention.policy import Policy
 from dynchunk.attention.rope import rotate
 from dynchunk.attention.specs import Reduction, Rope, TopK
 from dynchunk.ops.index_topk import index_topk
+from dynchunk.ops.layout import Spans
 
 
 class Choice(NamedTuple):
@@ -84,16 +86,24 @@ class Indexer(nn.Module):
 
     def forward(self, x: Tensor, query: Tensor, layout: Layout) -> Choice:
         """Choose for every query, from hidden states [T, dim] and ``query`` [S, query_dim]."""
-        q = self.q_proj(query).unflatten(-1, (self.topk.heads, self.topk.dim))
-        q = rotate(q, layout.query_position, self.rope)
-        weights = self.weights_proj(layout.queries(x)) * self.topk.heads**-0.5
+        q, weights = self.queries(layout.queries(x), query, layout.query_position)
         choice = Choice([], [])
-        for view, entries in enumerate(self.compressor(x, layout)):
-            keys = rotate(entries[:, 0], layout.entry_position[view], self.rope)
+        for view, keys in enumerate(self.keys(x, layout.spans, layout.entry_position)):
             best = index_topk(q, keys, weights, layout.read(view), self.topk.k)
             choice.scores.append(best.scores)
             choice.indices.append(best.indices)
         return choice
+
+    def queries(self, x: Tensor, query: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Return index queries [S, heads, dim] after RoPE and the weights [S, heads] of heads."""
+        q = self.q_proj(query).unflatten(-1, (self.topk.heads, self.topk.dim))
+        weights = self.weights_proj(x) * self.topk.heads**-0.5
+        return rotate(q, position, self.rope), weights
+
+    def keys(self, x: Tensor, views: Sequence[Spans], position: Sequence[Tensor]) -> list[Tensor]:
+        """Return index keys [N_g, dim] after RoPE, of spans of the hidden states in each view."""
+        entries = zip(self.compressor.pool(x, views), position, strict=True)
+        return [rotate(of_view[:, 0], at, self.rope) for of_view, at in entries]
 
 
 def index_loss(

@@ -91,16 +91,7 @@ class Layout:
 
     def read(self, view: int) -> Reads:
         """Return what queries read in one view alone."""
-        if len(self.views) == 1:
-            return self.reads
-        first = self.reads.cu_entries[view, 0]
-        last = self.reads.cu_entries[view, -1]
-        return self.reads._replace(
-            cu_entries=self.reads.cu_entries[view : view + 1] - first,
-            starts=self.reads.starts[first:last],
-            n_visible=self.reads.n_visible[view : view + 1],
-            raw_start=self.reads.raw_start[view : view + 1],
-        )
+        return self.reads if len(self.views) == 1 else self.reads.view(view)
 
 
 def positions(cu_seqlens: Tensor) -> Tensor:
@@ -123,7 +114,7 @@ def one_chunk_each(cu_seqlens: SequenceOffsets) -> Chunks:
     return Chunks.from_boundaries(cu.new_empty(0), cu)
 
 
-def _sources(policy: Policy) -> list[int]:
+def sources_of(policy: Policy) -> list[int]:
     """Return which of the given chunks each view comes from."""
     count, sources = 0, []
     for view in policy.views:
@@ -133,7 +124,7 @@ def _sources(policy: Policy) -> list[int]:
 
 
 def _views(policy: Policy, scored: Sequence[Chunks]) -> tuple[Chunks, ...]:
-    sources = _sources(policy)
+    sources = sources_of(policy)
     n = max(sources) + 1
     expected = "Chunks" if n == 1 else f"{n} Chunks: {n - 1} views are on another score"
     require(len(scored) == n, "chunks", expected, scored)
@@ -151,7 +142,7 @@ def _bias(
     if not by_length and all(of_one is None for of_one in of_score):
         return None
     total = []
-    for view, source in zip(views, _sources(policy), strict=True):
+    for view, source in zip(views, sources_of(policy), strict=True):
         lengths = view.lengths.double()
         bias = lengths.log() if by_length else torch.zeros_like(lengths)
         of_token, base = of_score[source], scored[source]

@@ -51,7 +51,8 @@ class LearnedScore(nn.Module):
         """Return scores [T]; hidden states before a sequence count as zero."""
         x = nn.functional.rms_norm(hidden, hidden.shape[-1:])
         offset = positions(cu_seqlens)
-        terms = x @ self.weight.T
+        # No matrix product: its bits depend on the number of rows, and equal tokens have to tie.
+        terms = (x[:, None] * self.weight).sum(-1)
         score = terms[:, 0]
         for back in range(1, terms.shape[1]):
             before = terms[:, back].roll(back)
@@ -102,6 +103,22 @@ def ratio_loss(p: Tensor, is_boundary: Tensor, ratio: float) -> Tensor:
     return ratio / (ratio - 1) * ((ratio - 1) * share * mean + (1 - share) * (1 - mean))
 
 
+def reach(spec: ScoreSpec | None) -> int:
+    """Return how many tokens before its own a score reads, of those that its input has read.
+
+    >>> reach(Hash(3)), reach(TokenClasses((7,))), reach(Router())
+    (2, 0, 1)
+    """
+    if isinstance(spec, Hash):
+        return spec.n - 1
+    return spec.reach if isinstance(spec, Learned) else int(isinstance(spec, Router))
+
+
+def has_credit(spec: ScoreSpec | None) -> bool:
+    """Return whether a score is added to the logits of the entries of its chunks."""
+    return isinstance(spec, Learned | Router) and spec.credit == "log_p"
+
+
 def log_p(spec: ScoreSpec | None, rule: BoundaryRule, scores: Tensor, cu: Tensor) -> Tensor | None:
     """Return the log probability that a chunk starts at each token, [T], or None for no credit.
 
@@ -145,6 +162,15 @@ class Segmenter(nn.Module):
         self.specs = score_specs(policy)
         self.scorers = nn.ModuleList(build_scorer(spec, dim) for spec in self.specs)
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether a score reads hidden states; else the ids of the tokens are enough."""
+        return any(isinstance(spec, Learned | Router) for spec in self.specs)
+
+    def scores(self, tokens: Tensor, hidden: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
+        """Return the scores [T] of packed sequences, for each of the policy's scorers."""
+        return [scorer(tokens, hidden, cu_seqlens) for scorer in self.scorers]
+
     def forward(
         self,
         tokens: Tensor,
@@ -159,7 +185,7 @@ class Segmenter(nn.Module):
             return Segmented((Chunks.fixed(rule.stride, cu_seqlens, rule.offset),), (None,), None)
         if rule is None:
             return Segmented((one_chunk_each(cu_seqlens),), (None,), None)
-        found = [scorer(tokens, hidden, cu_seqlens) for scorer in self.scorers]
+        found = self.scores(tokens, hidden, cu_seqlens)
         credits = [
             log_p(spec, rule, of_view, cu_seqlens)
             for spec, of_view in zip(self.specs, found, strict=True)
@@ -171,13 +197,14 @@ class Segmenter(nn.Module):
             if isinstance(spec, Router)
         ]
         if not self.has_score:
-            chunks.insert(0, rule(_given(scores, tokens).detach(), cu_seqlens))
+            chunks.insert(0, rule(given_scores(scores, tokens).detach(), cu_seqlens))
             credits.insert(0, credit)
         loss = torch.stack(losses).mean() if losses else None
         return Segmented(tuple(chunks), tuple(credits), loss)
 
 
-def _given(scores: Tensor | None, tokens: Tensor) -> Tensor:
+def given_scores(scores: Tensor | None, tokens: Tensor) -> Tensor:
+    """Return the caller's scores [T], for a policy that has none of its own."""
     if scores is None or scores.shape != tokens.shape:
         expected = f"[{len(tokens)}], or chunks: the policy has no score of its own"
         raise ValueError(f"scores: expected scores {expected}, got {describe(scores)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from dynchunk.attention.config import ModelConfig
 from dynchunk.attention.layout import Layout
 from dynchunk.attention.policy import Policy
 from dynchunk.attention.scoring import Segmented, Segmenter
+from dynchunk.attention.streaming import LayerState, ModelState
 from dynchunk.chunks import Chunks, SequenceOffsets, as_cu_seqlens, cu_seqlens_from_mask
 
 #: Chunks given to a model: of one score, or of a score and of each view on another.
@@ -77,6 +78,13 @@ class Block(nn.Module):
         x = layout.queries(x) + mixed
         return x + self.mlp(self.mlp_norm(x)), index_loss
 
+    def stream(self, x: Tensor, cache: LayerState, impl: str | None = None) -> Tensor:
+        """Return the residual stream of new tokens [S, dim], whose past is in the cache."""
+        mixed, _ = self.attention(self.attention_norm(x), cache=cache, impl=impl)
+        x = x + mixed
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
 
 class ChunkedTransformer(nn.Module):
     """Causal language model with chunk-compressed attention.
@@ -123,6 +131,7 @@ class ChunkedTransformer(nn.Module):
         scores: Tensor | None = None,
         log_p: Tensor | None = None,
         last: int | None = None,
+        cache: ModelState | None = None,
         impl: str | None = None,
     ) -> Output:
         """Return the logits of the next tokens.
@@ -149,6 +158,11 @@ class ChunkedTransformer(nn.Module):
         last : int >= 1, optional
             Only the logits of so many last tokens of each packed sequence, which spares the last
             layer the others.
+        cache : Cache, optional
+            Made for this model, ``Cache.of(model.config, batch)``: the sequences so far, of which
+            ``tokens`` has the next ones, for some sequences perhaps none. Logits are the same as
+            those of all tokens at once, without a gradient; ``views`` is empty. Chunks and
+            ``log_p`` cannot be given.
         impl : str, optional
             Of :func:`~dynchunk.ops.attend.attend`: "batched" is fast for short sequences on a CPU.
 
@@ -157,6 +171,13 @@ class ChunkedTransformer(nn.Module):
         Output
         """
         packed, cu, real = _pack(tokens, cu_seqlens, mask)
+        if cache is not None:
+            for name, value in (("chunks", chunks), ("layer_chunks", layer_chunks)):
+                require(value is None, name, "None with a cache", value)
+            require(log_p is None, "log_p", "None with a cache", log_p)
+            cu_last = None if last is None else _last(last, cu, tokens)
+            logits = self._stream(packed, cu, scores, cache, cu_last, impl)
+            return Output(_unpack(logits, real), (), None, None)
         given = _for_layers(chunks, layer_chunks, self.config)
         cu_last = None if last is None else _last(last, cu, tokens)
         x = self.embedding(packed)
@@ -176,13 +197,44 @@ class ChunkedTransformer(nn.Module):
                 layout = Layout.of(policy, cut.chunks, log_p=cut.log_p, cu_seqlens_q=cu_last)
             x, index_loss = self.blocks[layer](x, layout, impl)
             index_losses.append(index_loss)
-        head = self.embedding if self.head is None else self.head
         return Output(
-            _unpack(nn.functional.linear(self.norm(x), head.weight), real),
+            _unpack(self._logits(x), real),
             tuple(views),
             _mean([cut.ratio_loss for cut in segmented.values()]),
             _mean(index_losses),
         )
+
+    @torch.no_grad()
+    def _stream(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        scores: Tensor | None,
+        cache: ModelState,
+        cu_last: Tensor | None,
+        impl: str | None,
+    ) -> Tensor:
+        """Return the logits of new tokens [S], or of the last ones of each sequence."""
+        config = self.config
+        ours = tuple(config.policy(layer) for layer in range(config.layers))
+        same = (cache.policies, cache.leaders) == (ours, config.plan.leaders)
+        require(same, "cache", "one for the policies of this model", cache)
+        cache.begin(cu_seqlens)
+        x = self.embedding(tokens)
+        for layer, leader in enumerate(cache.leaders):
+            if layer == leader:
+                segmenter = cast(Segmenter, self.segmenters[str(layer)])
+                cache.segment(layer, segmenter, tokens, x, scores)
+            x = cast(Block, self.blocks[layer]).stream(x, cache.layers[layer], impl)
+        if cu_last is not None:
+            late = cu_seqlens[1:] - cu_last[1:]
+            rows = torch.arange(int(cu_last[-1]), device=x.device)
+            x = x[rows + torch.repeat_interleave(late, cu_last.diff())]
+        return self._logits(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        head = self.embedding if self.head is None else self.head
+        return nn.functional.linear(self.norm(x), head.weight)
 
 
 def _for_layers(

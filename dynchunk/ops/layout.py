@@ -131,6 +131,16 @@ class Reads(NamedTuple):
             raw_start + to_row[sequence],
         )
 
+    def view(self, g: int) -> Reads:
+        """Return what queries read in view ``g`` alone."""
+        first, last = self.cu_entries[g, 0], self.cu_entries[g, -1]
+        return self._replace(
+            cu_entries=self.cu_entries[g : g + 1] - first,
+            starts=self.starts[first:last],
+            n_visible=self.n_visible[g : g + 1],
+            raw_start=self.raw_start[g : g + 1],
+        )
+
 
 def _last_tokens(argument: str, offsets: SequenceOffsets | None, cu_seqlens: Tensor) -> Tensor:
     if offsets is None:

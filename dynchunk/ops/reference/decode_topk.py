@@ -20,7 +20,7 @@ def decode_topk(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return (scores, indices), both [S, topk]."""
-    found = [index_topk(q[:0], k[0, :0], weights[:0], *_one(n_visible[:, :0]), topk, scale)]
+    found = [index_topk(q[:0], k[:0, 0], weights[:0], *_one(n_visible[:, :0]), topk, scale)]
     for s, b in enumerate(sequence.tolist()):
         own, count = slice(s, s + 1), n_visible[:, s : s + 1]
         rows = k[entry_rows(pages[0, b], count[0], k.shape[1])]

@@ -1,0 +1,232 @@
+"""What one attention layer keeps: raw rows, entries and index keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynchunk._checks import require
+from dynchunk.attention.policy import Policy
+from dynchunk.cache.layout import Step, StreamLayout
+from dynchunk.cache.rows import Rows
+from dynchunk.ops.attend import attend
+from dynchunk.ops.attend_selected import attend_selected
+from dynchunk.ops.decode import decode
+from dynchunk.ops.decode_topk import decode_topk
+from dynchunk.ops.index_topk import index_topk
+
+
+class LayerCache:
+    """The state of one layer, which its module fills and reads; a :class:`Cache` makes them.
+
+    For every part of the sequences, a module calls :meth:`extend`, then :meth:`close` if that
+    returned rows to pool, then :meth:`attend`. Keys come with their positions in them (RoPE), so
+    that nothing that is stored changes later.
+    """
+
+    def __init__(self, layout: StreamLayout, slot: int, rows: Rows | None = None) -> None:
+        self._layout, self._slot = layout, slot
+        self.rows = Rows() if rows is None else rows
+        self._read: dict[str, Tensor] = {}
+        self._done: Step | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that the state is for."""
+        return self._layout.policy
+
+    @property
+    def entries(self) -> dict[str, Tensor]:
+        """Pages [P, page_size, ...] of what entries have, by name."""
+        return self._layout.table.pool.layers[self._slot]
+
+    @property
+    def step(self) -> Step:
+        """The new tokens that the layer has to attend for."""
+        step = self._layout.step
+        if step is None or step is self._done:
+            raise RuntimeError("cache: there are no new tokens; append them to the Cache first")
+        return step
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the layer has had all tokens that were appended."""
+        return self._layout.step is self._done or self._layout.step is None
+
+    def extend(self, **rows: Tensor | None) -> dict[str, Tensor] | None:
+        """Store the raw rows of the new tokens, and return those that entries have to pool.
+
+        Parameters
+        ----------
+        **rows : tensors [S, ...]
+            ``k`` and, unless keys are the values, ``v``: keys after RoPE, and values. Any other
+            name: what entries are made from.
+
+        Returns
+        -------
+        dict of tensors, or None
+            The rows that ``step.closed.spans`` speak of; None where no chunk was closed.
+        """
+        step, given = self.step, {name: x for name, x in rows.items() if x is not None}
+        for name, x in given.items():
+            same = x.device.type == self._layout.device.type
+            require(same, name, f"a tensor on {self._layout.device}, as the cache", x.device)
+        if self.rows:
+            require(set(given) == set(self.rows), "rows", f"{sorted(self.rows)}", sorted(given))
+        if self._layout.is_full:
+            self._extend_full(step, given)
+            return None
+        self._read = self.rows.extend(step.move, given)
+        if step.closed is None:
+            return None
+        return {name: x[step.closed.rows] for name, x in self._read.items()}
+
+    def close(
+        self, k: list[Tensor], v: list[Tensor] | None = None, index: list[Tensor] | None = None
+    ) -> None:
+        """Store the entries of the chunks that were closed.
+
+        Parameters
+        ----------
+        k : floating tensors [N_g, H_kv / G, D], one per view
+            Keys after RoPE at the chunk's first token.
+        v : floating tensors [N_g, H_kv / G, D_v], or None
+            As the raw rows have it.
+        index : floating tensors [N_g, D_I], or None
+            Keys of the indexer after RoPE, if there is one.
+        """
+        closed, bias = self.step.closed, None
+        assert closed is not None
+        if closed.bias is not None:
+            wide = torch.float64 if k[0].dtype == torch.float64 else torch.float32
+            bias = [b.to(wide)[:, None].expand(-1, k[0].shape[1]) for b in closed.bias]
+        for name, of_views in (("k", k), ("v", v), ("index", index), ("bias", bias)):
+            if of_views is not None:
+                self.write(name, closed.to, torch.cat(of_views))
+
+    def choose(self, q: Tensor, weights: Tensor, topk: int) -> Tensor:
+        """Return the entries with the highest index scores, int64 [S, G, topk], -1 for none.
+
+        Parameters
+        ----------
+        q : floating tensor [S, H_I, D_I]
+            Index queries after RoPE.
+        weights : floating tensor [S, H_I]
+        topk : int
+        """
+        step, table = self.step, self._layout.table
+        keys = self.entries.get("index")
+        if keys is None:
+            keys = q.new_empty(1, table.pool.page_size, q.shape[2])  # a page that nobody reads
+        found = []
+        if step.is_prefill:
+            reads, rows = self._layout.reads()
+            for g, of_view in enumerate(rows):
+                own = reads.view(g)
+                found.append(index_topk(q, keys.flatten(0, 1)[of_view], weights, own, topk))
+        else:
+            pages = table.tensor(q.device)
+            for g in range(len(self.policy.views)):
+                own_pages, seen = pages[g : g + 1], step.n_visible[g : g + 1]
+                found.append(decode_topk(q, keys, weights, own_pages, step.sequence, seen, topk))
+        return torch.stack([best.indices for best in found], 1)
+
+    def attend(
+        self,
+        q: Tensor,
+        *,
+        indices: Tensor | None = None,
+        sink: Tensor | None = None,
+        scale: float | None = None,
+        impl: str | None = None,
+    ) -> Tensor:
+        """Attend to entries and raw rows for the new tokens, after which the layer is done.
+
+        Parameters
+        ----------
+        q : floating tensor [S, H, D]
+            After RoPE.
+        indices : int64 tensor [S, G, K], optional
+            What :meth:`choose` returned.
+        sink, scale, impl
+            As in :func:`~dynchunk.ops.decode.decode`, which a few tokens use, and
+            :func:`~dynchunk.ops.attend.attend`, which more than a few use.
+
+        Returns
+        -------
+        tensor [S, H, D_v]
+        """
+        step, (k, v) = self.step, (self._read["k"], self._read.get("v"))
+        if indices is not None:
+            indices = indices.repeat_interleave(k.shape[1] // indices.shape[1], 1)
+        if step.is_prefill:
+            out = self._prefill(q, k, v, indices, sink, scale, impl)
+        else:
+            pages = self._layout.table.tensor(q.device)
+            reads = (step.sequence, step.n_visible, step.raw_begin, step.raw_end)
+            entry_k, entry_v, bias = self._pages(k, v)
+            out = decode(
+                q,
+                k,
+                v,
+                entry_k,
+                entry_v,
+                pages,
+                *reads,
+                indices=indices,
+                bias=bias,
+                sink=sink,
+                scale=scale,
+                impl=impl,
+            ).out
+        self.finish()
+        return out
+
+    def finish(self) -> None:
+        """Be done with the new tokens: after :meth:`attend`, or for keys without queries."""
+        self._read, self._done = {}, self.step
+
+    def write(self, name: str, to: Tensor, entries: Tensor) -> None:
+        """Store what entries [N, ...] have under a name, in rows of the pages."""
+        self._layout.table.pool.write(self._slot, name, to, entries)
+
+    def fork(self, layout: StreamLayout) -> LayerCache:
+        """Return the same state on its own, of a layout that holds the same pages."""
+        return LayerCache(layout, self._slot, self.rows.copy())
+
+    def _extend_full(self, step: Step, rows: dict[str, Tensor]) -> None:
+        Rows(self.rows).check(rows, len(step.position))
+        self._read = rows
+        if step.closed is not None:
+            for name, x in rows.items():
+                self.write(name, step.closed.to, x)
+
+    def _pages(self, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the pages of keys, values and bias; one that nobody reads where there is none."""
+        if "k" in self.entries:
+            return self.entries["k"], self.entries.get("v"), self.entries.get("bias")
+        size = (1, self._layout.table.pool.page_size, k.shape[1] // len(self.policy.views))
+        of_v = None if v is None else v.new_empty(*size, v.shape[2])
+        return k.new_empty(*size, k.shape[2]), of_v, None
+
+    def _prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        indices: Tensor | None,
+        sink: Tensor | None,
+        scale: float | None,
+        impl: str | None,
+    ) -> Tensor:
+        reads, rows = self._layout.reads()
+        entry_k, entry_v, bias = (
+            None if pages is None else [pages.flatten(0, 1)[of_view] for of_view in rows]
+            for pages in self._pages(k, v)
+        )
+        assert entry_k is not None
+        if indices is None:
+            operands = (q, k, v, entry_k, entry_v, reads)
+            return attend(*operands, bias=bias, sink=sink, scale=scale, impl=impl).out
+        selected = (q, k, v, entry_k, entry_v, indices, reads)
+        return attend_selected(*selected, bias=bias, sink=sink, scale=scale, impl=impl).out
