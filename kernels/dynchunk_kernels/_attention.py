@@ -21,7 +21,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 _FAR = tl.constexpr(2**31 - 1)
 WAYS = tl.constexpr(128)  # values that a search compares at a time
 #: The interpreter would multiply the bits of bfloat16 numbers, and does not round to them.
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def is_bad_row(b_x):
 @triton.jit
 def dot(b_x, b_y, b_acc, PRECISION: tl.constexpr):
     """Return b_acc + b_x b_y in float32."""
-    if _INTERPRETED:
+    if INTERPRETED:
         b_x, b_y = b_x.to(tl.float32), b_y.to(tl.float32)
     return tl.dot(b_x, b_y, b_acc, input_precision=PRECISION)
 
@@ -146,7 +146,7 @@ def dot(b_x, b_y, b_acc, PRECISION: tl.constexpr):
 @triton.jit
 def narrow(b_x, dtype: tl.constexpr):
     """Round float32 numbers to a dtype."""
-    if _INTERPRETED and dtype == tl.bfloat16:
+    if INTERPRETED and dtype == tl.bfloat16:
         bits = b_x.to(tl.uint32, bitcast=True)
         b_x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
     return b_x.to(dtype)

@@ -21,11 +21,9 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from dynchunk_kernels import _lists
+from dynchunk_kernels._attention import INTERPRETED, LN_2, LOG2_E, narrow
+from dynchunk_kernels._launch import arch_of
 from dynchunk_kernels.offline import Case
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -54,16 +52,6 @@ def load_values(
 ):
     """Load values, which are the keys where ``SHARED``."""
     return b_k if SHARED else load_rows(p_v, b_row, m_row, D_V, BLOCK_V)
-
-
-@triton.jit
-def narrow(b_x, dtype: tl.constexpr):
-    """Round float32 to nearest in ``dtype``."""
-    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter cuts off
-        b_bits = b_x.to(tl.int32, bitcast=True)
-        b_bits += 0x7FFF + ((b_bits >> 16) & 1)
-        b_x = (b_bits & -0x10000).to(tl.float32, bitcast=True)
-    return b_x.to(dtype)
 
 
 @triton.jit
@@ -370,14 +358,6 @@ def key_gradients_kernel(
         tl.store(p_grad_bias + b_row, narrow(b_grad_bias, p_grad_bias.dtype.element_ty), mask=m_n)
 
 
-def arch_of(x: Tensor) -> int:
-    """Return the compute capability of a tensor's device as a number; 90 where there is none."""
-    if x.device.type != "cuda" or not torch.cuda.is_available():
-        return 90
-    major, minor = torch.cuda.get_device_capability(x.device)
-    return 10 * major + minor
-
-
 def sink_gradient(sink: Tensor | None, lse: Tensor, shift: Tensor) -> Tensor | None:
     """Return the gradient of the sinks [H] from [S, H]."""
     if sink is None:
@@ -454,7 +434,8 @@ def key_config(arch: int, shape: Shape, *, two_loops: bool) -> Config:
         return Config(16, _lists.TILE, 4 if shape.width <= 64 else 8, 1)
     rows = 16 if two_loops and shape.width > 256 else 32
     stages = (3 if arch >= 90 else 2) if shape.width <= 128 else 2 if shape.width <= 256 else 1
-    return Config(rows, _lists.TILE, 4 if shape.width <= 64 else 8, stages)
+    num_warps = 4 if shape.width <= 64 and not two_loops else 8
+    return Config(rows, _lists.TILE, num_warps, stages)
 
 
 def key_gradients(

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from dynchunk_kernels import _lists, _selected
+from dynchunk_kernels._attention import LOG2_E
+from dynchunk_kernels._launch import arch_of
 from dynchunk_kernels._selected import (
-    LOG2_E,
     Config,
     Shape,
     add_keys,
     add_query_gradient,
-    arch_of,
     begin_gradient,
     begin_softmax,
     dense,

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from dynchunk_kernels import _lists, _selected
+from dynchunk_kernels._attention import LOG2_E
+from dynchunk_kernels._launch import arch_of
 from dynchunk_kernels._selected import (
-    LOG2_E,
     Config,
     Shape,
     add_keys,
     add_query_gradient,
-    arch_of,
     begin_gradient,
     begin_softmax,
     dense,
@@ -486,9 +486,8 @@ def cases() -> Iterator[Case]:
     """Yield the configurations of the kernels, for the check of their machine code."""
     for arch in ARCHS:
         for shape in _selected.shapes():
-            for block in (1, 64):
-                config = forward_config(arch, shape, block)
+            for config in dict.fromkeys(forward_config(arch, shape, block) for block in (1, 64)):
                 yield _selected.case(forward_kernel, arch, shape, config, HAS_SINK=True)
-                config = query_config(arch, shape, block)
+            for config in dict.fromkeys(query_config(arch, shape, block) for block in (1, 64)):
                 yield _selected.case(query_gradients_kernel, arch, shape, config)
             yield from _selected.key_cases(arch, shape, RECENT=True, LISTED=True)

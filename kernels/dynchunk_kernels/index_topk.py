@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from dynchunk_kernels import _lists, _selected
-from dynchunk_kernels._selected import arch_of, dot, finite, load_rows, narrow, store_rows
+from dynchunk_kernels._attention import narrow
+from dynchunk_kernels._launch import arch_of
+from dynchunk_kernels._selected import dot, finite, load_rows, store_rows
 from dynchunk_kernels.offline import ARCHS, Case
 
 NOTHING = tl.constexpr(-(2**63 - 1))  # below the key of any entry

@@ -3,7 +3,7 @@ from itertools import pairwise
 import ops_oracle as oracle
 import pytest
 import torch
-from guarded import guarded
+from guards import guarded_memory
 from ops_oracle import normal, random_layout
 from test_ops_attend import flat, operands, poison_all_but
 
@@ -33,7 +33,7 @@ def check(x, reads):
     """Compare with float64, the outputs surrounded by guards and poisoned."""
     exact = results({name: t.double() for name, t in x.items()}, reads, "reference")
     dtype = x["q"].dtype
-    with guarded():
+    with guarded_memory():
         found = results(x, reads)
     for name, a, b in zip(("out", "lse", *x), found, exact, strict=True):
         finite = b.isfinite()

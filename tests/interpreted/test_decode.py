@@ -1,6 +1,6 @@
 import pytest
 import torch
-from guarded import guarded
+from guards import guarded_memory
 from ops_oracle import normal, random_layout
 from paged import cached
 from test_ops_decode import drop_unlisted, exact, operands, random_lists
@@ -53,7 +53,7 @@ def run(given, impl="triton"):
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_attends(name):
     given, expected = make(name)
-    with guarded():
+    with guarded_memory():
         found = run(given)
     check(found, expected, torch.float32)
 
