@@ -16,7 +16,7 @@ from common import first_call_seconds, median_seconds, parse, parser, random, re
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from dynchunk import BoundaryRule, Chunks
+from dynchunk import BoundaryRule, Chunks, calibrate
 from dynchunk.ops.decode import decode
 from dynchunk.ops.layout import Reads
 
@@ -29,7 +29,8 @@ def entries(context: int, ratio: int, content: bool) -> int:
     chunks = Chunks.fixed(ratio, context)
     if content:
         scores = torch.rand(context, generator=torch.Generator().manual_seed(0))
-        chunks = BoundaryRule(ratio // 2, min_length=1, max_length=8 * ratio)(scores)
+        rule = calibrate(BoundaryRule(0, max_length=8 * ratio), scores, ratio, tolerance=0.01)
+        chunks = rule(scores)
     return int(Reads.of(chunks, window=WINDOW, cu_seqlens_q=[0, 1]).n_visible)
 
 

@@ -186,10 +186,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                     "tokens": n,
                     "boundaries": name,
                     "ratio": chunks.ratio,
-                    "seconds": took[name][n],
+                    "ours": took[name][n],
                     "peers": {peer: took[peer][n] for peer in PEERS},
                     "times_faster": {peer: took[peer][n] / took[name][n] for peer in PEERS},
-                    "bytes": run.nbytes,
+                    "ours_bytes": run.nbytes,
                     "peers_bytes": {peer: peers[peer].nbytes for peer in PEERS},
                 }
             )
@@ -206,7 +206,7 @@ def show(result: dict[str, Any], arguments: argparse.Namespace) -> None:
         table.add_column(name, justify="right")
     for row in result["rows"]:
         faster = [f"{row['times_faster'][peer]:.2f}" for peer in PEERS]
-        fewer = row["peers_bytes"]["DynamicCache"] / row["bytes"]
+        fewer = row["peers_bytes"]["DynamicCache"] / row["ours_bytes"]
         cells = (row["tokens"], row["boundaries"], f"{row['ratio']:.2f}")
         per_token = f"{row['bytes'] / row['tokens']:.0f}"
         took = f"{row['seconds'] * 1e6:.0f}"

@@ -14,12 +14,13 @@ SMALL = {
     "prefill": ["--tokens", "256", "512"],
     "memory": ["--tokens", "256"],
     "train": ["--tokens", "128", "256"],
+    "streaming": ["--lengths", "100", "200"],
 }
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_small_runs_print_rows(name):
-    if name in ("prefill", "memory"):
+    if name in ("prefill", "memory", "streaming"):
         pytest.importorskip("transformers", minversion="5.24")
     script = bench._FOLDER / f"{name}.py"
     command = [sys.executable, script, "--json", "--repetitions", "1", *SMALL[name]]

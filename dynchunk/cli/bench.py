@@ -24,6 +24,7 @@ _SCRIPTS = {
     "prefill": "A prompt beside torch's and transformers' attention.",
     "memory": "Peak memory of a prompt.",
     "train": "Forward and backward of one layer.",
+    "streaming": "A streaming cache, token by token.",
 }
 
 

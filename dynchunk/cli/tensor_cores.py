@@ -57,7 +57,7 @@ def tensor_cores(
     """Show how the kernels use tensor cores: by their machine code, by count, and measured.
 
     The machine code is that for GPUs of compute capability 8.0, 9.0 and 10.0; none is needed.
-    Exit code 1 if a configuration spills registers, does not fit or multiplies matrices without
+    Exit code 1 if a configuration spills in a loop, does not fit or multiplies matrices without
     tensor cores.
     """
     parts = only or list(Part)
