@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not here: every one fits, spills in no loop, uses tensor cores.
+"""Kernels compiled for GPUs that are not here: all fit, spill in no loop, use tensor cores.
 
 By default two configurations of each kernel and architecture, the largest and the first; all of
 them with HYPOTHESIS_PROFILE=nightly.

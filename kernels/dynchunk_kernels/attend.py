@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
 
 
 #: By kernel, bytes of a number and head dim: the tiles of sm_80, sm_90 and sm_100. Of those tried,
-#: the largest that spill nothing; float32, multiplied without tensor cores, may spill from 256 on.
+#: the largest that spill in no loop.
 _TILES = {
     ("forward", 2, 64): [Tiles(128, 64, 32, 8, 3)] * 3,
     ("forward", 2, 128): [Tiles(128, 64, 16, 8, 2), *[Tiles(128, 64, 32, 8, 3)] * 2],
@@ -56,7 +56,7 @@ _TILES = {
         Tiles(32, 64, 16, 8, 2),
         Tiles(64, 128, 32, 8, 2),
     ],
-    ("keys", 2, 256): [*[Tiles(32, 32, 16, 8, 2)] * 2, Tiles(32, 64, 16, 8, 1)],
+    ("keys", 2, 256): [Tiles(32, 32, 16, 8, 2)] * 3,
     ("keys", 2, 512): [Tiles(16, 16, 16, 8, 1)] * 3,
     ("forward", 4, 64): [Tiles(32, 32, 16, 8, 1)] * 3,
     ("forward", 4, 128): [Tiles(32, 16, 16, 8, 1)] * 3,
