@@ -36,7 +36,8 @@ class Pair:
             num_experts_per_tok=2,
             layer_types=[KINDS[kind]],
             mlp_layer_types=["moe"],
-            index_n_heads=4,
+            # With few, many scores are zero, and transformers orders ties as it likes.
+            index_n_heads=16,
             index_head_dim=32,
             index_topk=512,
             max_position_embeddings=1 << 17,

@@ -141,6 +141,10 @@ def test_one_run_and_the_table_that_keeps_it(tmp_path, monkeypatch):
     runs = json.loads((tmp_path / "table.json").read_text())
     assert len(runs) == len(lines)
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+    run("lab", "table", "--only", "f*-4", "--steps", 2, "--finished", "--folder", tmp_path)
+    assert len(json.loads((tmp_path / "table.json").read_text())) == 1
+    nothing = run("lab", "table", "--finished", "--folder", tmp_path / "empty", code=2)
+    assert "folder: expected at least one finished run" in nothing.stderr
     assert "only: expected a pattern of one of full, fixed-1-overlap, fixed-4" in (
         run("lab", "table", "--only", "xyz", "--folder", tmp_path, code=2).stderr
     )

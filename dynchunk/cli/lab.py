@@ -22,7 +22,7 @@ from dynchunk.cli.common import clear_errors, make_console
 from dynchunk.lab.evaluate import Evaluation
 from dynchunk.lab.policies import POLICIES, VIEWS
 from dynchunk.lab.shipped import NAMES, ship
-from dynchunk.lab.table import ROWS, Row, run_row, runs_of, summary, write_table
+from dynchunk.lab.table import ROWS, Row, is_finished, run_row, runs_of, summary, write_table
 from dynchunk.lab.task import TASKS
 from dynchunk.lab.train import OPTIMIZERS, Training
 from dynchunk.lab.variants import Variant, make_variant
@@ -104,6 +104,7 @@ def table(
     steps: Annotated[int, typer.Option(help="Training steps.")] = 700,
     seeds: Annotated[int | None, typer.Option(help="Seeds of each row, at most.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs side by side, one thread each.")] = 1,
+    finished: Annotated[bool, typer.Option(help="Run nothing: only what has been run.")] = False,
 ) -> None:
     """Run every row of the study and write table.json, table.csv and table.png.
 
@@ -114,6 +115,9 @@ def table(
         require_int("jobs", jobs, 1)
         rows = _chosen(only, seeds)
         runs = runs_of(rows, Training(steps))
+        if finished:
+            runs = [run for run in runs if is_finished(*run, folder)]
+            require(len(runs) > 0, "folder", "at least one finished run", folder)
         with _bar(True) as bar:
             found = _run_all(runs, folder, jobs, bar)
         order = {row.variant.name: i for i, row in enumerate(rows)}

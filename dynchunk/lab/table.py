@@ -128,6 +128,11 @@ def run_row(
     return found
 
 
+def is_finished(variant: Variant, training: Training, folder: Path) -> bool:
+    """Return whether :func:`run_row` would read the result instead of training."""
+    return (folder / variant.name / f"seed-{training.seed}" / RESULT).exists()
+
+
 def summary(name: str, seed: int, found: Evaluation) -> dict[str, Any]:
     """Return a line of the table: shares in percent, gaps in points."""
     natural, moved, slots = found.natural, found.moved, found.slots
