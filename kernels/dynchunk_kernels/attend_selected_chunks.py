@@ -247,7 +247,7 @@ def _config(arch: int, shape: Shape, block: int, stages: int) -> Config:
         return Config(16, 16, 16 if shape.width > 64 else 4, 1)
     if shape.width > 256 and arch < 90:
         return Config(16, 16, 8, stages)
-    rows = 64 if shape.width <= 256 and arch >= 90 else 32
+    rows = 64 if shape.width <= 128 and arch >= 90 else 32
     rows = min(rows, _selected.block(block * shape.group))
     return Config(rows, 32, 8 if shape.width > 128 else 4, stages)
 
