@@ -239,7 +239,8 @@ def constants(
 ) -> dict[str, Any]:
     """Return all that the kernel of the parts is compiled for."""
     block_d, block_v = head_block(D), head_block(D_V)
-    width = max(block_d, block_v) * (2 if dtype == torch.float32 else 1)
+    width = max(block_d, block_v)
+    is_single = dtype == torch.float32  # multiplied without tensor cores, out of registers
     return {
         "R": R,
         "D": D,
@@ -247,13 +248,13 @@ def constants(
         "PAGE": page_size,
         "PART": part_size(R, D_V),
         "RAW_PARTS": _RAW_PARTS,
-        "BLOCK_M": min(head_block(R), 32 if width > 256 else 64),
-        "BLOCK_N": 32 if width > 256 else 64,
+        "BLOCK_M": min(head_block(R), 16 if is_single else 32 if width > 256 else 64),
+        "BLOCK_N": 16 if is_single else 32 if width > 256 else 64,
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
         "PRECISION": precision(dtype),
-        "num_warps": 8 if width > 256 else 4,
-        "num_stages": 3 if width <= 128 else 2,
+        "num_warps": 8 if is_single or width > 256 else 4,
+        "num_stages": 1 if is_single else 3 if width <= 128 else 2,
         "HAS_BIAS": has_bias,
         "HAS_LISTS": has_lists,
         "SHARED": is_shared,
