@@ -104,8 +104,14 @@ class Cache:
     ) -> Cache:
         """Return an empty cache for a model of this config."""
         policies = [config.policy(layer) for layer in range(config.layers)]
-        options = {"rollback": rollback, "page_size": page_size, "device": device}
-        cache = cls(policies, batch, sharing=config.plan, **options)  # type: ignore[arg-type]
+        cache = cls(
+            policies,
+            batch,
+            sharing=config.plan,
+            rollback=rollback,
+            page_size=page_size,
+            device=device,
+        )
         cache.config = config
         return cache
 

@@ -113,7 +113,8 @@ def imported(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
-#: An operation, or what imports it: a kernel's libraries are imported when it is first used.
+#: An operation, or what imports it: a kernel's libraries are imported when it is first used. By an
+#: import statement: torch.compile follows that into a first call, and stops at importlib.
 Implementation = CustomOpDef | Callable[[], CustomOpDef]
 
 
