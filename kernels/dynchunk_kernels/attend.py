@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
 #: By kernel, bytes of a number and head dim: the tiles of sm_80, sm_90 and sm_100. Of those tried,
 #: the largest that spill in no loop.
 _TILES = {
-    ("forward", 2, 64): [Tiles(128, 64, 32, 8, 3)] * 3,
+    ("forward", 2, 64): [*[Tiles(128, 64, 32, 8, 3)] * 2, Tiles(128, 64, 32, 8, 2)],
     ("forward", 2, 128): [Tiles(128, 64, 16, 8, 2), *[Tiles(128, 64, 32, 8, 3)] * 2],
     ("forward", 2, 256): [
         Tiles(64, 64, 32, 8, 2),
