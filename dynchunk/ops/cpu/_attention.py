@@ -284,7 +284,7 @@ def _forward(
     lse,
 ):
     heads, per_view, D_v = out.shape[1] // kv_heads, kv_heads // len(cu_entries), out.shape[2]
-    M = (size * heads + 7) // 8 * 8
+    M = (size * heads + 3) // 4 * 4
     queries = np.empty((1, M, D), np.float32)
     flat_keys, flat_values = np.empty(_TILE * D, np.float32), np.empty(_TILE * D_v, np.float32)
     if same:
