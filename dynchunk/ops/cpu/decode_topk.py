@@ -76,7 +76,7 @@ def _best_of_parts(
     queries, of_head = np.empty((heads, D), np.float32), np.empty(heads, np.float32)
     transposed, tile = np.empty((D, TILE), np.float32), np.empty((1, TILE), np.float32)
     candidates = np.empty(2 * kept + TILE, np.uint64)
-    at = np.zeros(TILE, np.int64)
+    at, places = np.zeros(TILE, np.int64), np.empty(TILE + 1, np.int64)
     for task in range(begin, end):
         s, part = task // PARTS, task % PARTS
         first, last = part_of(part, n_visible[0, s])
@@ -94,7 +94,7 @@ def _best_of_parts(
                 at[j] = page * page_step + row % page_size * row_step
             load_keys(stored, at, n, transposed)
             score_tile(queries, of_head, heads, 1, transposed, factor, tile)
-            count, lowest = push(tile[0], n, i, kept, candidates, count, lowest)
+            count, lowest = push(tile[0], n, i, kept, places, candidates, count, lowest)
         found = candidates[:count]
         if count > kept:
             keep_best(found, kept)

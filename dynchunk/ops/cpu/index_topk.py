@@ -144,20 +144,21 @@ def _score(order):
 
 
 @jit
-def push(scores, n, first, kept, keys, count, lowest):
+def push(scores, n, first, kept, survivors, keys, count, lowest):
     """Add the entries ``first ..`` of a tile to the candidates; return (their number, lowest).
 
     Keys up to ``lowest`` are not among the best. There is room for a tile beyond ``2 * kept``.
+    Which entries survive cannot be predicted: nothing branches on it.
     """
     floor = _score(np.uint32(lowest >> np.uint64(32)))  # NaN at first: nothing is below
+    found = 0
     for j in range(n):
-        if scores[j] < floor:
-            continue
-        score = scores[j] if scores[j] != 0 else np.float32(0)  # -0 is 0
-        key = _key(score, first + j)
-        if key > lowest:
-            keys[count] = key
-            count += 1
+        survivors[found] = j
+        found += not (scores[j] < floor)
+    for j in survivors[:found]:
+        key = _key(scores[j], first + j)
+        keys[count] = key
+        count += key > lowest
     if count >= 2 * kept:
         keep_best(keys[:count], kept)
         count = min(count, kept)
@@ -168,36 +169,37 @@ def push(scores, n, first, kept, keys, count, lowest):
 @jit
 def _key(score, index):
     """Order by score, NaN first, then by index, the lowest first."""
-    if score != score:
-        order = np.uint32(0xFFFFFFFF)
-    else:
-        bits = np.uint32(np.float32(score).view(np.uint32))
-        order = np.uint32(~bits) if bits >> 31 else np.uint32(bits | 0x80000000)
+    bits = np.uint32(np.float32(score if score != 0 else np.float32(0)).view(np.uint32))  # -0 is 0
+    order = np.uint32(bits ^ (((bits >> 31) * 0x7FFFFFFF) | 0x80000000))  # the sign, or all bits
+    order = order if score == score else np.uint32(0xFFFFFFFF)
     return (np.uint64(order) << np.uint64(32)) | np.uint64(0xFFFFFFFF - index)
 
 
 @jit
 def keep_best(keys, kept):
-    """Move the ``kept`` greatest to the front, in any order (quickselect)."""
-    low, high = 0, keys.size - 1 if kept < keys.size else 0
-    while low < high:
-        pivot = keys[(low + high) // 2]
-        i, j = low, high
-        while i <= j:
-            while keys[i] > pivot:
-                i += 1
-            while keys[j] < pivot:
-                j -= 1
-            if i <= j:
-                keys[i], keys[j] = keys[j], keys[i]
-                i += 1
-                j -= 1
-        if kept <= j:
-            high = j
-        elif kept >= i:
-            low = i
+    """Move the ``kept`` greatest of keys, no two alike, to the front, in any order (quickselect).
+
+    Each step swaps, needed or not, since a branch would be mispredicted half of the time.
+    """
+    low, high = 0, keys.size
+    while low < kept < high:
+        middle = (low + high) // 2
+        pivot = max(min(keys[low], keys[middle]), min(max(keys[low], keys[middle]), keys[high - 1]))
+        for at in (low, middle, high - 1):
+            if keys[at] == pivot:
+                keys[at], keys[low] = keys[low], keys[at]
+                break
+        greater = low + 1  # from there on, keys are less than the pivot
+        for i in range(low + 1, high):
+            key = keys[i]
+            keys[i] = keys[greater]
+            keys[greater] = key
+            greater += key > pivot
+        keys[low], keys[greater - 1] = keys[greater - 1], pivot
+        if kept < greater:
+            high = greater - 1
         else:
-            low = high
+            low = greater
 
 
 @jit
@@ -237,7 +239,7 @@ def _find(begin, end, size, first, n_visible, q, k, weights, heads, D, factor, b
     keys, tile = np.empty((D, TILE), np.float32), np.empty((size, TILE), np.float32)
     candidates = np.empty((size, 2 * kept + TILE), np.uint64)
     counts, lowest = np.empty(size, np.int64), np.empty(size, np.uint64)
-    at = np.zeros(TILE, np.int64)
+    at, places = np.zeros(TILE, np.int64), np.empty(TILE + 1, np.int64)
     for block in range(begin, end):
         start, stop = block * size, min((block + 1) * size, len(n_visible))
         counts[:] = 0
@@ -260,7 +262,14 @@ def _find(begin, end, size, first, n_visible, q, k, weights, heads, D, factor, b
                     own = t - start + row
                     visible = min(n, n_visible[start + own] - i)
                     counts[own], lowest[own] = push(
-                        tile[row], visible, i, kept, candidates[own], counts[own], lowest[own]
+                        tile[row],
+                        visible,
+                        i,
+                        kept,
+                        places,
+                        candidates[own],
+                        counts[own],
+                        lowest[own],
                     )
             t = last
         for own in range(stop - start):
