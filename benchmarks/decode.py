@@ -71,32 +71,41 @@ def matmul_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def measure(
-    context: int, ratio: int, content: bool, repetitions: int, limit: float, flex: bool
-) -> dict[str, object]:
-    n = entries(context, ratio, content)
-    step, nbytes = ours(n, torch.float32)
-    half, _ = ours(n, torch.bfloat16)
-    works = {"ours": step, "bf16": half, "ceiling": read_work(nbytes)}
-    works |= {f"same {name}": work for name, work in peers(n + WINDOW, torch.float32, flex)}
+    context: int, ratio: int, repetitions: int, limit: float, flex: bool
+) -> list[dict[str, object]]:
+    """Return a row for fixed and one for content boundaries, measured in turn."""
+    counts = {kind: entries(context, ratio, kind == "content") for kind in ("fixed", "content")}
+    works: dict[str, Callable[[], object]] = {}
+    for kind, n in counts.items():
+        works[kind], nbytes = ours(n, torch.float32)
+        works[f"{kind} bf16"], _ = ours(n, torch.bfloat16)
+        works[f"{kind} ceiling"] = read_work(nbytes)
+    rows = {"same": counts["fixed"] + WINDOW}
     if 8 * context * H_KV * D <= limit * 2**30:
-        works |= {f"full {name}": work for name, work in peers(context, torch.float32, flex)}
+        rows["full"] = context
+    for whose, n in rows.items():
+        works |= {f"{whose} {name}": work for name, work in peers(n, torch.float32, flex)}
     seconds = median_seconds(works, repetitions)
-    fastest = {
-        kind: min(((s, name) for name, s in seconds.items() if name.startswith(kind)), default=None)
-        for kind in ("full", "same")
-    }
+    return [_row(context, kind, n, seconds) for kind, n in counts.items()]
+
+
+def _row(context: int, kind: str, n: int, seconds: dict[str, float]) -> dict[str, object]:
+    mine = seconds[kind]
     row: dict[str, object] = {
         "context": context,
-        "boundaries": "content" if content else "fixed",
+        "boundaries": kind,
         "ratio": context / n,
-        "ours_s": seconds["ours"],
+        "ours_s": mine,
     }
-    for kind, best in fastest.items():
-        row[f"{kind}_s"] = best and best[0]
-        row[f"{kind} / ours"] = best and best[0] / seconds["ours"]
-        row[f"fastest {kind}"] = best and best[1].removeprefix(f"{kind} ")
-    row["ceiling"] = seconds["ceiling"] / seconds["ours"]
-    row["fp32 / bf16"] = seconds["ours"] / seconds["bf16"]
+    for whose in ("full", "same"):
+        of_peers = [(s, name) for name, s in seconds.items() if name.startswith(f"{whose} ")]
+        best = min(of_peers, default=None)
+        row[f"{whose}_s"] = best and best[0]
+        row[f"{whose} / ours"] = best and best[0] / mine
+        row[f"fastest {whose}"] = best and best[1].removeprefix(f"{whose} ")
+    row["ceiling"] = seconds[f"{kind} ceiling"] / mine
+    row["fp32 / bf16"] = mine / seconds[f"{kind} bf16"]
+    row["over fixed"] = mine / seconds["fixed"]
     row["medians"] = {name: round(s, 6) for name, s in seconds.items()}
     return row
 
@@ -114,10 +123,10 @@ def main() -> None:
     ratios = options.ratio or ([4] if options.quick else [2, 4, 8, 128])
     compiling = first_call_seconds(ours(256, torch.float32)[0])
     rows = [
-        measure(context, ratio, content, options.repetitions, options.full_limit, options.flex)
+        row
         for context in contexts
         for ratio in ratios
-        for content in (False, True)
+        for row in measure(context, ratio, options.repetitions, options.full_limit, options.flex)
     ]
     if not options.json:
         for row in rows:

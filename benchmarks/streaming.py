@@ -3,7 +3,9 @@
 One attention layer token by token; after every few tokens some of them are taken back, as in
 speculative decoding. Ours keeps a compressed cache, boundaries and all counted; the peers keep all
 keys and values: transformers' DynamicCache, and a buffer made large enough beforehand. All have
-the same weights and run in turn; figures are medians. The exponent is that of cost in the length.
+the same weights and run in turn; figures are medians. ``ceiling`` is the time in which compiled
+code on all threads adds up as many bytes as ours holds and its weights have, over our time. The
+exponent is that of cost in the length.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import read_work
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -124,7 +127,22 @@ class Full:
         return tuple(buffer[:, :, : self.length] for buffer in self.buffers)
 
 
-def seconds(run: Ours | Full, tokens: int, every: int, back: int) -> float:
+class Ceiling:
+    """What has to be read for a token at least: the weights and what the cache holds, added up."""
+
+    def __init__(self, layer: ChunkedAttention, nbytes: int) -> None:
+        weights = sum(x.numel() * x.element_size() for x in layer.parameters())
+        self.read = read_work(weights + nbytes)
+
+    def step(self, x: Tensor) -> None:
+        """Read all."""
+        self.read()
+
+    def take_back(self, n: int) -> None:
+        """There is nothing to drop."""
+
+
+def seconds(run: Ours | Full | Ceiling, tokens: int, every: int, back: int) -> float:
     """Return the time per token, rollbacks included."""
     x = torch.randn(tokens, DIM)
     begin = time.perf_counter()
@@ -135,7 +153,9 @@ def seconds(run: Ours | Full, tokens: int, every: int, back: int) -> float:
     return (time.perf_counter() - begin) / tokens
 
 
-def medians(runs: dict[str, Ours | Full], arguments: argparse.Namespace) -> dict[str, float]:
+def medians(
+    runs: dict[str, Ours | Full | Ceiling], arguments: argparse.Namespace
+) -> dict[str, float]:
     """Run all in turn, again and again."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for repetition in range(arguments.repetitions + 1):
@@ -177,8 +197,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for n in arguments.lengths:
         ours = {name: Ours(layer, n) for name, layer in layers.items()}
         peers = {peer: Full(layers["fixed"], n, dynamic=peer != "buffer") for peer in PEERS}
-        for name, seconds_each in medians(ours | peers, arguments).items():
-            took[name][n] = seconds_each
+        ceilings = {f"ceiling {x}": Ceiling(layers[x], run.nbytes) for x, run in ours.items()}
+        found = medians(ours | peers | ceilings, arguments)
+        for name in ours | peers:
+            took[name][n] = found[name]
         for name, run in ours.items():
             (chunks,) = run.cache.chunks()
             rows.append(
@@ -189,6 +211,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                     "ours": took[name][n],
                     "peers": {peer: took[peer][n] for peer in PEERS},
                     "times_faster": {peer: took[peer][n] / took[name][n] for peer in PEERS},
+                    "ceiling": found[f"ceiling {name}"] / found[name],
                     "ours_bytes": run.nbytes,
                     "peers_bytes": {peer: peers[peer].nbytes for peer in PEERS},
                 }
@@ -200,17 +223,16 @@ def show(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Print the table."""
     every, back = arguments.every, arguments.back
     table = Table(title=f"a token of one layer, {back} taken back every {every}")
-    for name in "context|boundaries|ratio|us|x buffer|x DynamicCache|bytes/token|x fewer".split(
-        "|"
-    ):
+    names = "context|boundaries|ratio|us|x buffer|x DynamicCache|bytes/token|x fewer|ceiling"
+    for name in names.split("|"):
         table.add_column(name, justify="right")
     for row in result["rows"]:
         faster = [f"{row['times_faster'][peer]:.2f}" for peer in PEERS]
         fewer = row["peers_bytes"]["DynamicCache"] / row["ours_bytes"]
         cells = (row["tokens"], row["boundaries"], f"{row['ratio']:.2f}")
-        per_token = f"{row['bytes'] / row['tokens']:.0f}"
-        took = f"{row['seconds'] * 1e6:.0f}"
-        table.add_row(*map(str, cells), took, *faster, per_token, f"{fewer:.2f}")
+        per_token = f"{row['ours_bytes'] / row['tokens']:.0f}"
+        took, share = f"{row['ours'] * 1e6:.0f}", f"{row['ceiling']:.2f}"
+        table.add_row(*map(str, cells), took, *faster, per_token, f"{fewer:.2f}", share)
     console = Console(width=100)
     console.print(table)
     exponents = {name: round(x, 2) for name, x in result["exponents"].items()}

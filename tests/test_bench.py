@@ -33,6 +33,15 @@ def test_small_runs_print_rows(name):
             assert float(row["relative RMS"]) < 1e-5
 
 
+def test_a_table_of_what_streams():
+    pytest.importorskip("transformers", minversion="5.24")
+    command = [sys.executable, bench._FOLDER / "streaming.py", "--lengths", "100"]
+    command += ["--repetitions", "1"]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "ceiling" in out
+    assert "content" in out
+
+
 def test_without_a_source_tree_the_error_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "_FOLDER", tmp_path)
     result = CliRunner().invoke(app, ["bench", "decode"])

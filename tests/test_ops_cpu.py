@@ -15,6 +15,7 @@ from paged import cached
 from dynchunk.chunks import Chunks
 from dynchunk.ops.attend import attend
 from dynchunk.ops.attend_selected import attend_selected
+from dynchunk.ops.attend_selected_chunks import attend_selected_chunks
 from dynchunk.ops.decode import decode
 from dynchunk.ops.decode_topk import decode_topk
 from dynchunk.ops.index_topk import index_topk
@@ -42,6 +43,17 @@ def run_attend(x, impl="cpu"):
 
 def run_selected(x, impl="cpu"):
     return attend_selected(*x[:5], LISTS, READS, bias=x[5], sink=x[6], impl=impl)
+
+
+def run_chunks(x, impl="cpu"):
+    lists = LISTS.repeat(1, 2, 1)  # a list for each KV head, so for each view
+    lists[:, 1] = lists[:, 1].flip(0)
+    return attend_selected_chunks(*x[:3], lists, READS, sink=x[6], impl=impl)
+
+
+def run_chunks_of_blocks(x, impl="cpu"):
+    lists = LISTS[: -(-190 // 7) + -(-67 // 7)]
+    return attend_selected_chunks(*x[:2], None, lists, READS, block=7, impl=impl)
 
 
 def run_decode(x, impl="cpu"):
@@ -79,12 +91,15 @@ def run_decode_topk(x, impl="cpu"):
 RUNS = {
     "attend": run_attend,
     "attend_selected": run_selected,
+    "attend_selected_chunks": run_chunks,
+    "attend_selected_chunks_of_blocks": run_chunks_of_blocks,
     "decode": run_decode,
     "pool": run_pool,
     "pool_with_all_options": run_pool_with_all_options,
     "index_topk": run_index,
     "decode_topk": run_decode_topk,
 }
+CHUNKS = (run_chunks, run_chunks_of_blocks)  # whose backward is the reference's
 each_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 each_differentiable = pytest.mark.parametrize(
     "run", [RUNS[n] for n in RUNS if not n.startswith("decode")]
@@ -135,7 +150,7 @@ def test_gradients_equal_those_of_the_reference_in_float64(run, dtype):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (14, 2), (64, 2)])
 def test_any_width_and_any_number_of_heads(D, D_v, heads, kv_heads):
     x = operands(D, D_v, heads, kv_heads)
-    for run in (run_attend, run_decode):
+    for run in (run_attend, run_decode, run_selected, run_chunks):
         exact = run([t.double() for t in x], "reference")
         for found, expected in zip(run(x), exact, strict=True):
             assert_near(found, expected, torch.float32)
@@ -182,7 +197,7 @@ def test_the_number_of_threads_changes_no_bit(run):
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        forward_only = run in (run_decode, run_decode_topk, run_index)
+        forward_only = run in (run_decode, run_decode_topk, run_index, *CHUNKS)
         results.append(run(operands()) if forward_only else with_gradients(run, operands()))
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
@@ -333,3 +348,26 @@ def test_exp2_is_right_to_one_unit_in_the_last_place():
     assert np.array_equal(out[:4], np.array([0, 0, np.nan, 1], np.float32), equal_nan=True)
     assert highest(np.array([-3, -np.inf, -1], np.float32)) == -1
     assert np.isnan(highest(np.array([1, np.nan, 2], np.float32)))
+
+
+@few
+@given(st.sets(st.integers(0, 2**64 - 1)), st.integers(0, 50), st.randoms())
+def test_the_best_of_distinct_keys(keys, kept, random):
+    from dynchunk.ops.cpu.index_topk import keep_best
+
+    shuffled = np.array(random.sample(sorted(keys), len(keys)), np.uint64)
+    keep_best(shuffled, kept)
+    assert set(shuffled.tolist()) == keys
+    assert sorted(shuffled[:kept].tolist()) == sorted(keys)[max(len(keys) - kept, 0) :]
+
+
+def test_a_query_or_a_listed_value_that_is_not_finite_shows_and_nothing_else_does():
+    """Query 100 is NaN, and one number of the first token's value and of the first entry's inf."""
+    x = operands()
+    x[0][100], x[2][0, 0, 0], x[4][0, 0, 0] = torch.nan, torch.inf, torch.inf
+    for run in (run_attend, run_selected, run_chunks):
+        found, exact = run(x), run([t.double() for t in x], "reference")
+        for a, b in zip(found, exact, strict=True):
+            assert torch.equal(a.isnan(), b.isnan())
+            assert b.isnan().any()
+            assert_near(a, b, torch.float32)

@@ -17,7 +17,7 @@ from dynchunk.ops._attention import (
     default_scale,
     fake_attended,
 )
-from dynchunk.ops._registration import Implementation, Schema, choose, register
+from dynchunk.ops._registration import Implementation, Schema, choose, imported, register
 from dynchunk.ops.layout import Reads
 from dynchunk.ops.reference import attend_selected_chunks as reference
 
@@ -52,6 +52,13 @@ OPS: dict[str, Implementation] = {
         fake_attended,
     ),
     "triton": _triton,
+    "cpu": register(
+        "attend_selected_chunks_cpu",
+        SCHEMA,
+        imported("cpu.attend_selected_chunks", "attend_selected_chunks"),
+        reference.attend_selected_chunks_backward,
+        fake_attended,
+    ),
 }
 
 
@@ -82,8 +89,9 @@ def attend_selected_chunks(
     block : int >= 1
         Queries that share a list: ``block`` neighbours, counted from the first query of each
         sequence. R is the number of such blocks, S for 1.
-    impl : {None, "reference", "triton"}
-        "triton" has gradients in float32 for head dims up to 128.
+    impl : {None, "reference", "cpu", "triton"}
+        The backward of "cpu" is the reference's. "triton" has gradients in float32 for head dims up
+        to 128.
 
     Returns
     -------

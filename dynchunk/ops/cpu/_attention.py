@@ -1,4 +1,4 @@
-"""Attention of many queries in numba, forward and backward: all attends over entries.
+"""Attention of many queries in numba: of those without lists, and the backward of all.
 
 A block of neighbouring queries with the query heads of one KV head are the rows of a tile; what any
 of them reads, entries and then raw tokens, comes in tiles of 64 rows, copied so that rows lie side
@@ -31,16 +31,15 @@ def forward(
     cu_entries: Tensor,
     n_visible: Tensor,
     raw_start: Tensor,
-    indices: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
     require_dtypes(*x)
     check_rows(x, cu_seqlens_q, cu_seqlens_k, cu_entries)
     D_v = (x.k if x.v is None else x.v).shape[2]
-    kv_heads, size = x.k.shape[1], _block_size(x, indices)
+    kv_heads, size = x.k.shape[1], _block_size(x, None)
     blocks = _blocks(cu_seqlens_q, size, 1)
-    layout = _layout(cu_seqlens_q, cu_seqlens_k, cu_entries, n_visible, raw_start, indices)
+    layout = _layout(cu_seqlens_q, cu_seqlens_k, cu_entries, n_visible, raw_start, None)
     out = torch.from_numpy(np.empty((*x.q.shape[:2], D_v), np.float32))
     lse = torch.empty(x.q.shape[:2])
     sink = np.full(x.q.shape[1], -np.inf, np.float32)
@@ -53,8 +52,7 @@ def forward(
         size,
         kv_heads,
         x.v is None,
-        indices is not None,
-        *layout,
+        *layout[:-1],
         *_stored(x),
         x.k.shape[2],
         sink,
@@ -190,12 +188,19 @@ def _copy_finite(source, start, row):
 
 
 @jit
-def _load_queries(source, steps, first, last, kv, heads, out):
-    """Copy ``heads`` heads of a block's queries, zeros for what is not finite; zero the rest."""
+def _load_queries(source, steps, first, last, kv, heads, clean, out):
+    """Copy ``heads`` heads of a block's queries, if ``clean`` zeros for what is not finite.
+
+    Zero the rest.
+    """
     i = 0
     for t in range(first, last):
         for h in range(kv * heads, (kv + 1) * heads):
-            _copy_finite(source, t * steps[0] + h * steps[1], out[0, i])
+            at = t * steps[0] + h * steps[1]
+            if clean:
+                _copy_finite(source, at, out[0, i])
+            else:
+                _copy(source, at, out[0, i])
             i += 1
     out[0, i:] = 0
 
@@ -265,12 +270,10 @@ def _forward(
     size,
     kv_heads,
     same,
-    has_lists,
     own,
     cu_entries,
     n_visible,
     raw_start,
-    lists,
     q,
     k,
     v,
@@ -284,7 +287,7 @@ def _forward(
     lse,
 ):
     heads, per_view, D_v = out.shape[1] // kv_heads, kv_heads // len(cu_entries), out.shape[2]
-    M = (size * heads + 7) // 8 * 8
+    M = (size * heads + 3) // 4 * 4
     queries = np.empty((1, M, D), np.float32)
     flat_keys, flat_values = np.empty(_TILE * D, np.float32), np.empty(_TILE * D_v, np.float32)
     if same:
@@ -296,7 +299,7 @@ def _forward(
     is_nan, is_bad = np.empty(M, np.bool_), np.empty(_TILE, np.bool_)
     lo, hi, tile_bias = np.empty(M, np.int64), np.empty(M, np.int64), np.empty(_TILE, np.float32)
     state = logits, peaks, totals, weighted, is_nan
-    listed, nothing = np.empty(lists.shape[2], np.int64), np.empty(0, np.int64)
+    nothing = np.empty(0, np.int64)
     for task in range(first, last):
         b, begin_t, end_t = (
             blocks[task // kv_heads, 0],
@@ -306,16 +309,13 @@ def _forward(
         kv = task % kv_heads
         g, head = kv // per_view, kv % per_view
         n_rows = (end_t - begin_t) * heads
-        _load_queries(q[0], q[1], begin_t, end_t, kv, heads, queries)
+        _load_queries(q[0], q[1], begin_t, end_t, kv, heads, False, queries)
         queries *= factor
         peaks[:] = -np.inf
         totals[:] = 0
         weighted[:] = 0
         is_nan[:] = False
-        count = _entries_read(
-            lists, has_lists, begin_t, end_t, kv, heads, n_visible[g], lo, hi, listed
-        )
-        rows = listed[:count] if has_lists else nothing
+        count = _entries_read(begin_t, end_t, heads, n_visible[g], lo, hi)
         for begin in range(0, count, _TILE):
             n = min(_TILE, count - begin)
             any_bad = _load_tile(
@@ -324,7 +324,7 @@ def _forward(
                 same,
                 head,
                 cu_entries[g, b],
-                rows,
+                nothing,
                 begin,
                 n,
                 False,
@@ -332,7 +332,7 @@ def _forward(
                 values,
                 is_bad,
             )
-            _load_bias(bias, head, cu_entries[g, b], rows, begin, n, tile_bias)
+            _load_bias(bias, head, cu_entries[g, b], nothing, begin, n, tile_bias)
             _absorb(
                 queries,
                 n_rows,
@@ -380,25 +380,30 @@ def _forward(
 
 
 @jit
-def _entries_read(lists, has_lists, begin_t, end_t, kv, heads, n_visible, lo, hi, listed):
-    """Set the bounds of each row of a block; return how many entries it reads.
-
-    Where there are lists, ``listed`` gets the visible entries of the block's one query.
-    """
+def _entries_read(begin_t, end_t, heads, n_visible, lo, hi):
+    """Set the bounds of each row of a block; return how many entries it reads."""
     lo[:] = 0
     count = 0
-    if has_lists:
-        own = 0 if lists.shape[1] == 1 else kv
-        for index in lists[begin_t, own]:
-            is_new = count == 0 or index != listed[count - 1]
-            if is_new and index >= 0 and index < n_visible[begin_t]:
-                listed[count] = index
-                count += 1
-        hi[:] = count
-        return count
     for t in range(begin_t, end_t):
         hi[(t - begin_t) * heads : (t - begin_t + 1) * heads] = n_visible[t]
         count = max(count, n_visible[t])
+    return count
+
+
+@jit
+def _entries_listed(indices, n_visible, lo, hi, listed):
+    """Write the visible entries of a query's list, which is in order; set the bounds of its rows.
+
+    Return their number.
+    """
+    count = 0
+    for index in indices:
+        is_new = count == 0 or index != listed[count - 1]
+        if is_new and index >= 0 and index < n_visible:
+            listed[count] = index
+            count += 1
+    lo[:] = 0
+    hi[:] = count
     return count
 
 
@@ -477,18 +482,21 @@ def _backward(
                 continue
             b, begin_t, end_t = blocks[block, 0], blocks[block, 1], blocks[block, 2]
             n_rows = (end_t - begin_t) * heads
-            _load_queries(q[0], q[1], begin_t, end_t, kv, heads, queries)
+            _load_queries(q[0], q[1], begin_t, end_t, kv, heads, True, queries)
             queries *= factor
-            _load_queries(grad_out[0], grad_out[1], begin_t, end_t, kv, heads, grads)
+            _load_queries(grad_out[0], grad_out[1], begin_t, end_t, kv, heads, True, grads)
             for i in range(n_rows):
                 t, h = begin_t + i // heads, kv * heads + i % heads
                 of_rows[0, i] = base_of(lse[t, h]) * LOG2_E
                 of_rows[1, i] = shift[t, h]
             of_queries[:] = 0
-            count = _entries_read(
-                lists, has_lists, begin_t, end_t, kv, heads, n_visible[g], lo, hi, listed
-            )
-            rows = listed[:count] if has_lists else nothing
+            if has_lists:  # then a block is a query
+                mine = lists[begin_t, 0 if lists.shape[1] == 1 else kv]
+                count = _entries_listed(mine, n_visible[g, begin_t], lo, hi, listed)
+                rows = listed[:count]
+            else:
+                count = _entries_read(begin_t, end_t, heads, n_visible[g], lo, hi)
+                rows = nothing
             for begin in range(0, count, _TILE):
                 n = min(_TILE, count - begin)
                 _load_tile(

@@ -23,7 +23,7 @@ LANES = 16
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _MASK = ir.VectorType(ir.IntType(1), LANES)
-_ZERO = ir.Constant(_VECTOR, None)
+zero = ir.Constant(_VECTOR, None)
 
 
 def widened(b: ir.IRBuilder, x: ir.Value, dtype: types.Type) -> ir.Value:
@@ -50,16 +50,16 @@ def _call(b: ir.IRBuilder, name: str, returns: ir.Type, *args: ir.Value) -> ir.V
     return b.call(cgutils.get_or_insert_function(b.module, signature, name), args)
 
 
-def _splat(b: ir.IRBuilder, x: ir.Value, vector: ir.VectorType = _VECTOR) -> ir.Value:
+def splat(b: ir.IRBuilder, x: ir.Value, vector: ir.VectorType = _VECTOR) -> ir.Value:
     one = b.insert_element(ir.Constant(vector, ir.Undefined), x, ir.Constant(_I32, 0))
     return b.shuffle_vector(one, one, _integers([0] * LANES))
 
 
-def _fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     return _call(b, "llvm.fma.v16f32", _VECTOR, x, y, z)
 
 
-class _Array:
+class Array:
     """A C-contiguous argument of one or two dimensions."""
 
     def __init__(self, context, b, kind, value):
@@ -117,11 +117,11 @@ def _each_vector(
     b.position_at_end(tail)
     found = [b.phi(_VECTOR) for _ in range(sums)]
     for x, total, value in zip(running, found, new, strict=True):
-        _incoming(x, before, _ZERO, loop, value)
-        _incoming(total, before, _ZERO, loop, value)
+        _incoming(x, before, zero, loop, value)
+        _incoming(total, before, zero, loop, value)
     b.cbranch(b.icmp_signed("<", whole, width), rest, after)
     b.position_at_end(rest)
-    left = _splat(b, b.trunc(b.sub(width, whole), _I32), _INTEGERS)
+    left = splat(b, b.trunc(b.sub(width, whole), _I32), _INTEGERS)
     last = step(whole, found, b.icmp_signed("<", _integers(range(LANES)), left))
     b.branch(after)
     b.position_at_end(after)
@@ -129,6 +129,31 @@ def _each_vector(
     for x, total, value in zip(results, found, last, strict=True):
         _incoming(x, tail, total, rest, value)
     return results
+
+
+def loop(
+    b: ir.IRBuilder,
+    count: ir.Value,
+    sums: int,
+    step: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
+) -> list[ir.Value]:
+    """Call ``step`` for numbers below ``count``, one at least; return sums that start at zero."""
+    before, body, after = (
+        b.block,
+        b.append_basic_block("numbers"),
+        b.append_basic_block("after_numbers"),
+    )
+    b.branch(body)
+    b.position_at_end(body)
+    at, running = b.phi(_I64), [b.phi(_VECTOR) for _ in range(sums)]
+    new = step(at, running)
+    following = b.add(at, _i64(1))
+    b.cbranch(b.icmp_signed("<", following, count), body, after)
+    _incoming(at, before, _i64(0), body, following)
+    for total, value in zip(running, new, strict=True):
+        _incoming(total, before, zero, body, value)
+    b.position_at_end(after)
+    return new
 
 
 def _incoming(phi, *pairs):
@@ -156,35 +181,58 @@ def _across(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
     return vectors[0]
 
 
-def _tile(emit, m, n):
-    """Make a function of arrays from one that emits the code for a tile of m times n rows."""
+def _tile(emit, m, n, ahead=False):
+    """Make a function of arrays from one that emits the code for a tile of m times n rows.
+
+    With ``ahead`` it also brings rows of another list into the second-level cache, one for each of
+    the n: the processor's own prefetching stops with each run of rows that lie side by side.
+    """
+
+    def generate(context, b, signature, args):
+        given = [Array(context, b, signature.args[k], args[k]) for k in (0, 2, 3, 6, *after)]
+        few, flat, offsets, out, *others = given
+        rows = [b.add(args[1], _i64(a)) for a in range(m)]
+        columns = [b.add(args[4], _i64(a)) for a in range(n)]
+        many = _pointers(b, flat, offsets, columns, args[5])
+        soon = _pointers(b, *others, columns, args[9]) if ahead else []
+        emit(b, few, rows, columns, flat, many, out, soon)
+        return context.get_dummy_value()
+
+    after = (7, 8) if ahead else ()
+    integer = types.int64
 
     @intrinsic
     def tile(typing_context, few, i, flat, offsets, j, shift, out):
-        def generate(context, b, signature, args):
-            arrays = [_Array(context, b, signature.args[k], args[k]) for k in (0, 2, 3, 6)]
-            few, flat, offsets, out = arrays
-            first, start, shift = args[1], args[4], args[5]
-            rows = [b.add(first, _i64(a)) for a in range(m)]
-            columns = [b.add(start, _i64(a)) for a in range(n)]
-            many = [flat.at(b.add(b.load(offsets.at(x)), shift)) for x in columns]
-            emit(b, few, rows, columns, flat, many, out)
-            return context.get_dummy_value()
-
-        integer = types.int64
         return types.void(few, integer, flat, offsets, integer, integer, out), generate
 
-    return tile
+    @intrinsic
+    def tile_ahead(typing_context, few, i, flat, offsets, j, shift, out, other, at, far):
+        given = few, integer, flat, offsets, integer, integer, out, other, at, integer
+        return types.void(*given), generate
+
+    return tile_ahead if ahead else tile
 
 
-def _emit_dots(b, few, rows, columns, flat, many, out):
+def _pointers(b, flat, offsets, columns, shift):
+    return [flat.at(b.add(b.load(offsets.at(x)), shift)) for x in columns]
+
+
+def _prefetch(b, pointers, at):
+    for pointer in pointers:
+        pointer = b.bitcast(b.gep(pointer, [at]), ir.IntType(8).as_pointer())
+        read, second_level, data = (ir.Constant(_I32, x) for x in (0, 2, 1))
+        _call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, read, second_level, data)
+
+
+def _emit_dots(b, few, rows, columns, flat, many, out, soon):
     mine = [few.at(row, _i64(0)) for row in rows]
 
     def step(at, sums, mask):
+        _prefetch(b, soon, at)
         x = [flat.load(b.gep(pointer, [at]), mask) for pointer in many]
         y = [few.load(b.gep(pointer, [at]), mask) for pointer in mine]
         pairs = [(u, v) for u in y for v in x]
-        return [_fma(b, u, v, total) for (u, v), total in zip(pairs, sums, strict=True)]
+        return [fma(b, u, v, total) for (u, v), total in zip(pairs, sums, strict=True)]
 
     found = _across(b, _each_vector(b, few.width, len(mine) * len(many), step))
     for a, row in enumerate(rows):
@@ -193,24 +241,26 @@ def _emit_dots(b, few, rows, columns, flat, many, out):
         out.store(own, out.at(row, columns[0]), None)
 
 
-def _emit_add(b, few, rows, columns, flat, many, out):
-    weights = [[_splat(b, b.load(few.at(row, x))) for x in columns] for row in rows]
+def _emit_add(b, few, rows, columns, flat, many, out, soon):
+    weights = [[splat(b, b.load(few.at(row, x))) for x in columns] for row in rows]
     mine = [out.at(row, _i64(0)) for row in rows]
 
     def step(at, sums, mask):
+        _prefetch(b, soon, at)
         x = [flat.load(b.gep(pointer, [at]), mask) for pointer in many]
         for pointer, own in zip(mine, weights, strict=True):
             total = out.load(b.gep(pointer, [at]), mask)
             for weight, value in zip(own, x, strict=True):
-                total = _fma(b, weight, value, total)
+                total = fma(b, weight, value, total)
             out.store(total, b.gep(pointer, [at]), mask)
         return sums
 
     _each_vector(b, out.width, 0, step)
 
 
-_dots_2x1, _dots_2x8, _dots_4x4 = (_tile(_emit_dots, *x) for x in ((2, 1), (2, 8), (4, 4)))
-_add_2x1, _add_2x8, _add_4x4 = (_tile(_emit_add, *x) for x in ((2, 1), (2, 8), (4, 4)))
+_dots_4x4, _add_4x4 = _tile(_emit_dots, 4, 4), _tile(_emit_add, 4, 4)
+_dots_2x8_ahead, _dots_4x4_ahead = (_tile(_emit_dots, *x, ahead=True) for x in ((2, 8), (4, 4)))
+_add_2x8_ahead, _add_4x4_ahead = (_tile(_emit_add, *x, ahead=True) for x in ((2, 8), (4, 4)))
 
 
 @jit
@@ -219,21 +269,30 @@ def dots(few, flat, offsets, step, n, heads, out):
 
     Row j of head h starts at ``flat[offsets[j] + h * step]``; rows are taken in eights, their heads
     side by side as they lie in memory, heads ``heads[0] .. heads[1] - 1``. The products go to
-    ``out`` [heads, M, n or more]. M is even, all arrays are C-contiguous.
+    ``out`` [heads, M, n or more]. M is a multiple of 4, all arrays are C-contiguous.
     """
-    M = few.shape[1]
-    if M == 2:
-        for j in range(n):
-            for h in range(heads[0], heads[1]):
-                _dots_2x1(few[h], 0, flat, offsets, j, h * step, out[h])
-        return
     for j in range(0, n, ROWS):
         for h in range(heads[0], heads[1]):
-            for i in range(0, M - 2, 4):
+            for i in range(0, few.shape[1], 4):
                 _dots_4x4(few[h], i, flat, offsets, j, h * step, out[h])
                 _dots_4x4(few[h], i, flat, offsets, j + 4, h * step, out[h])
+
+
+@jit
+def dots_ahead(few, flat, offsets, step, n, heads, out, other, at, far):
+    """Write what :func:`dots` does, M even, and prefetch another list of as many rows.
+
+    Its row j of head h starts at ``other[at[j] + h * far]``.
+    """
+    M = few.shape[1]
+    for j in range(0, n, ROWS):
+        for h in range(heads[0], heads[1]):
+            shift, ahead = h * step, h * far
+            for i in range(0, M - 2, 4):
+                for k in (j, j + 4):
+                    _dots_4x4_ahead(few[h], i, flat, offsets, k, shift, out[h], other, at, ahead)
             if M % 4:
-                _dots_2x8(few[h], M - 2, flat, offsets, j, h * step, out[h])
+                _dots_2x8_ahead(few[h], M - 2, flat, offsets, j, shift, out[h], other, at, ahead)
 
 
 @jit
@@ -242,19 +301,25 @@ def add_weighted(weights, flat, offsets, step, n, heads, out):
 
     All else as for :func:`dots`.
     """
-    M = out.shape[1]
-    if M == 2:
-        for j in range(n):
-            for h in range(heads[0], heads[1]):
-                _add_2x1(weights[h], 0, flat, offsets, j, h * step, out[h])
-        return
     for j in range(0, n, ROWS):
         for h in range(heads[0], heads[1]):
-            for i in range(0, M - 2, 4):
+            for i in range(0, out.shape[1], 4):
                 _add_4x4(weights[h], i, flat, offsets, j, h * step, out[h])
                 _add_4x4(weights[h], i, flat, offsets, j + 4, h * step, out[h])
+
+
+@jit
+def add_weighted_ahead(weights, flat, offsets, step, n, heads, out, other, at, far):
+    """Add what :func:`add_weighted` does, and prefetch like :func:`dots_ahead`."""
+    M = out.shape[1]
+    for j in range(0, n, ROWS):
+        for h in range(heads[0], heads[1]):
+            shift, ahead = h * step, h * far
+            for i in range(0, M - 2, 4):
+                for k in (j, j + 4):
+                    _add_4x4_ahead(weights[h], i, flat, offsets, k, shift, out[h], other, at, ahead)
             if M % 4:
-                _add_2x8(weights[h], M - 2, flat, offsets, j, h * step, out[h])
+                _add_2x8_ahead(weights[h], M - 2, flat, offsets, j, shift, out[h], other, at, ahead)
 
 
 @intrinsic

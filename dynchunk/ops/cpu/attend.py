@@ -26,7 +26,7 @@ def attend(
     """Return (out, lse)."""
     x = Operands(q, k, v, entry_k, entry_v, bias, sink)
     layout = (cu_seqlens_q, cu_seqlens_k, cu_entries, n_visible, raw_start)
-    return _attention.forward(x, *layout, None, scale)
+    return _attention.forward(x, *layout, scale)
 
 
 def attend_backward(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dynchunk.ops._attention import Operands
-from dynchunk.ops.cpu import _attention
+from dynchunk.ops._attention import Operands, check_rows
+from dynchunk.ops.cpu import _attention, _listed
+from dynchunk.ops.cpu._arrays import require_dtypes
 
 
 def attend_selected(
@@ -26,8 +27,10 @@ def attend_selected(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
     x = Operands(q, k, v, entry_k, entry_v, bias, sink)
+    require_dtypes(*x)
+    check_rows(x, cu_seqlens_q, cu_seqlens_k, cu_entries)
     layout = (cu_seqlens_q, cu_seqlens_k, cu_entries, n_visible, raw_start)
-    return _attention.forward(x, *layout, indices, scale)
+    return _listed.attend_entries(x, *layout, indices, scale)
 
 
 def attend_selected_backward(

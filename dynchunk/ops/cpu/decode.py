@@ -16,7 +16,7 @@ from dynchunk.ops.cpu._arrays import Array, flat, require_dtypes
 from dynchunk.ops.cpu._numeric import LOG2_E
 from dynchunk.ops.cpu._softmax import absorb_row, merge
 from dynchunk.ops.cpu._threads import run
-from dynchunk.ops.cpu._tiles import add_weighted, dots, widen
+from dynchunk.ops.cpu._tiles import add_weighted_ahead, dots_ahead, widen
 
 _TILE = 64  # rows whose logits are there at once
 PARTS = 32  #: at most, whatever the context
@@ -62,7 +62,8 @@ def decode(
 def _grouped(q: Tensor, kv_heads: int, views: int, scale: float) -> Array:
     """Return q as float32 [S, G, H_kv / G, M, D], M even, scaled so that weights are 2^logit."""
     rows = (q.detach().float() * (scale * float(LOG2_E))).unflatten(1, (kv_heads, -1))
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, rows.shape[2] % 2))
+    if rows.shape[2] % 2:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))
     return rows.unflatten(1, (views, -1)).contiguous().numpy()
 
 
@@ -118,17 +119,15 @@ def _read(first, last, queries, pages, sequence, n_visible, raw_begin, raw_end, 
     """Read parts of what queries see; a part without rows has a total of -1."""
     k, (k_row, k_head) = stored_k
     v, (v_row, v_head) = stored_v
-    entry_k, (k_page, entry_k_row, entry_k_head) = stored_entry_k
-    entry_v, (v_page, entry_v_row, entry_v_head) = stored_entry_v
-    bias, (bias_page, bias_row, bias_head) = stored_bias
+    entry_k, k_steps = stored_entry_k
+    entry_v, v_steps = stored_entry_v
+    bias, bias_steps = stored_bias
+    steps = k_steps[:2], v_steps[:2], bias_steps[:2]
     G, per_view, M = queries.shape[1:4]
     list_heads = counts.shape[2]
-    k_at, v_at, bias_at = (
-        np.zeros(_TILE, np.int64),
-        np.zeros(_TILE, np.int64),
-        np.zeros(_TILE, np.int64),
-    )
     logits = np.empty((per_view, M, _TILE), np.float32)
+    none = np.empty(0, np.int64)
+    at = np.zeros((3, 2 * _TILE), np.int64)  # of keys, values and biases; of a tile and the next
     for task in range(first, last):
         part, rest = task % PARTS, task // PARTS
         own, rest = rest % list_heads, rest // list_heads
@@ -141,30 +140,39 @@ def _read(first, last, queries, pages, sequence, n_visible, raw_begin, raw_end, 
             state[0][head] = -np.inf
             state[1][head] = 0 if begin < end else -1
             state[2][head] = 0
+        listed = lists[s, 0 if lists.shape[1] == 1 else g * per_view + own] if lists.size else none
         for row in range(begin, min(end, n_entries), _TILE):
+            for tile in range(0 if row == begin else 1, 2):
+                where = pages[g, sequence[s]], listed, row + tile * _TILE, min(end, n_entries)
+                _place_entries(*where, n_pages, page_size, steps, at[:, tile * _TILE :])
             n = min(_TILE, min(end, n_entries) - row)
-            for j in range(n):
-                i = row + j
-                if lists.size:
-                    i = lists[s, 0 if lists.shape[1] == 1 else g * per_view + own, i]
-                page = pages[g, sequence[s], i // page_size]
-                if page < 0 or page >= n_pages:
-                    raise IndexError("pages: expected pages of entry_k for all visible entries")
-                k_at[j] = page * k_page + i % page_size * entry_k_row
-                v_at[j] = page * v_page + i % page_size * entry_v_row
-                bias_at[j] = page * bias_page + i % page_size * bias_row
-            _repeat_last(k_at, v_at, n)
-            _absorb(queries[s, g], entry_k, k_at, entry_k_head, entry_v, v_at, entry_v_head,
-                    bias, bias_at, bias_head, n, heads, logits, state)  # fmt: skip
+            _absorb(queries[s, g], entry_k, k_steps[2], entry_v, v_steps[2], bias, bias_steps[2],
+                    at, n, heads, logits, state)  # fmt: skip
+            at[:, :_TILE] = at[:, _TILE:]
+        shift = raw_begin[g, s] - n_entries
         for row in range(max(begin, n_entries), end, _TILE):
+            for tile in range(2):
+                for j in range(_TILE):
+                    i = shift + min(row + tile * _TILE + j, end - 1)
+                    at[0, tile * _TILE + j] = i * k_row + g * per_view * k_head
+                    at[1, tile * _TILE + j] = i * v_row + g * per_view * v_head
             n = min(_TILE, end - row)
-            for j in range(n):
-                i = raw_begin[g, s] + row - n_entries + j
-                k_at[j] = i * k_row + g * per_view * k_head
-                v_at[j] = i * v_row + g * per_view * v_head
-            _repeat_last(k_at, v_at, n)
-            _absorb(queries[s, g], k, k_at, k_head, v, v_at, v_head,
-                    bias[:0], bias_at, bias_head, n, heads, logits, state)  # fmt: skip
+            _absorb(queries[s, g], k, k_head, v, v_head, bias[:0], 0,
+                    at, n, heads, logits, state)  # fmt: skip
+
+
+@jit
+def _place_entries(pages, listed, first, end, n_pages, page_size, steps, at):
+    """Write where a tile of entries lies, those listed if there is a list; the last one repeats."""
+    for j in range(_TILE):
+        i = min(first + j, end - 1)
+        if listed.size:
+            i = listed[i]
+        page, row = pages[i // page_size], i % page_size
+        if page < 0 or page >= n_pages:
+            raise IndexError("pages: expected pages of entry_k for all visible entries")
+        for kind in range(3):
+            at[kind, j] = page * steps[kind][0] + row * steps[kind][1]
 
 
 @jit
@@ -175,17 +183,15 @@ def part_of(part, n_rows):
     return min(part * size, n_rows), min((part + 1) * size, n_rows)
 
 
-@jit
-def _repeat_last(k_at, v_at, n):
-    k_at[n:] = k_at[n - 1]
-    v_at[n:] = v_at[n - 1]
-
-
 @fast
-def _absorb(q, k, k_at, k_head, v, v_at, v_head, bias, bias_at, bias_head, n, heads, logits, state):
-    """Add a tile of ``n`` rows to the state of a view's heads."""
+def _absorb(q, k, k_head, v, v_head, bias, bias_head, at, n, heads, logits, state):
+    """Add a tile of ``n`` rows to the state of a view's heads.
+
+    Its values, and then the next tile's keys, are on their way while others are in use.
+    """
     peaks, totals, weighted = state
-    dots(q, k, k_at, k_head, n, heads, logits)
+    k_at, v_at, bias_at = at[0], at[1], at[2]
+    dots_ahead(q, k, k_at, k_head, n, heads, logits, v, v_at, v_head)
     for head in range(heads[0], heads[1]):
         for i in range(q.shape[1]):
             row = logits[head, i]
@@ -195,7 +201,7 @@ def _absorb(q, k, k_at, k_head, v, v_at, v_head, bias, bias_at, bias_head, n, he
             peaks[head, i], totals[head, i] = absorb_row(
                 row, n, peaks[head, i], totals[head, i], weighted[head, i]
             )
-    add_weighted(logits, v, v_at, v_head, n, heads, weighted)
+    add_weighted_ahead(logits, v, v_at, v_head, n, heads, weighted, k, k_at[_TILE:], k_head)
 
 
 @fast

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from dynchunk.ops.cpu import jit
 from dynchunk.ops.cpu._arrays import flat, require_dtypes
+from dynchunk.ops.cpu._scores import TILE, load_keys, score_tile
 from dynchunk.ops.cpu._threads import run
 from dynchunk.ops.cpu.decode import PARTS, check_places, part_of
-from dynchunk.ops.cpu.index_topk import TILE, keep_best, load_queries, push, score_tile, write_best
+from dynchunk.ops.cpu.index_topk import keep_best, load_queries, push, take_best, write_best
 
 
 def decode_topk(
@@ -46,7 +47,9 @@ def decode_topk(
         keys,
         counts,
     )
-    _best(keys, counts, scores.numpy(), indices.numpy())
+    best = np.empty((len(q), kept), np.uint64)
+    _best(keys, counts, best)
+    write_best(best, scores.numpy(), indices.numpy())
     return scores, indices
 
 
@@ -70,11 +73,10 @@ def _best_of_parts(
 ):
     stored, (page_step, row_step) = k
     kept = keys.shape[2]
-    M = (heads + 7) // 8 * 8
-    queries, of_head = np.empty((1, M, D), np.float32), np.empty((1, heads), np.float32)
-    products, tile = np.empty((1, M, TILE), np.float32), np.empty((1, TILE), np.float32)
+    queries, of_head = np.empty((heads, D), np.float32), np.empty(heads, np.float32)
+    transposed, tile = np.empty((D, TILE), np.float32), np.empty((1, TILE), np.float32)
     candidates = np.empty(2 * kept + TILE, np.uint64)
-    at = np.zeros(TILE, np.int64)
+    at, places = np.zeros(TILE, np.int64), np.empty(TILE + 1, np.int64)
     for task in range(begin, end):
         s, part = task // PARTS, task % PARTS
         first, last = part_of(part, n_visible[0, s])
@@ -84,14 +86,15 @@ def _best_of_parts(
         count, lowest = 0, np.uint64(0)
         for i in range(first, last, TILE):
             n = min(TILE, last - i)
-            for j in range(TILE):
-                row = i + min(j, n - 1)
+            for j in range(n):
+                row = i + j
                 page = pages[0, sequence[s], row // page_size]
                 if page < 0 or page >= n_pages:
                     raise IndexError("pages: expected pages of k for all visible entries")
                 at[j] = page * page_step + row % page_size * row_step
-            score_tile(queries, of_head, 1, stored, at, n, factor, products, tile)
-            count, lowest = push(tile[0], n, i, kept, candidates, count, lowest)
+            load_keys(stored, at, n, transposed)
+            score_tile(queries, of_head, heads, 1, transposed, factor, tile)
+            count, lowest = push(tile[0], n, i, kept, places, candidates, count, lowest)
         found = candidates[:count]
         if count > kept:
             keep_best(found, kept)
@@ -100,7 +103,7 @@ def _best_of_parts(
 
 
 @jit
-def _best(keys, counts, scores, indices):
+def _best(keys, counts, best):
     S, parts, kept = keys.shape
     found = np.empty(parts * kept, np.uint64)
     for s in range(S):
@@ -108,4 +111,4 @@ def _best(keys, counts, scores, indices):
         for part in range(parts):
             found[n : n + counts[s, part]] = keys[s, part, : counts[s, part]]
             n += counts[s, part]
-        write_best(found[:n], kept, scores[s], indices[s])
+        take_best(found[:n], best[s])

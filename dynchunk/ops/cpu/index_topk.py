@@ -2,24 +2,28 @@
 
 Scores come in tiles of 64 entries and are never all there at once: each query keeps a buffer of
 candidates, which is cut back to the best when it is full. A score and an index make one integer,
-greater for a better entry, so that there are no ties.
+greater for a better entry, so that there are no ties; what is left is sorted by numpy, which has
+vector instructions for that.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dynchunk._checks import require
-from dynchunk.ops.cpu import fast, jit
-from dynchunk.ops.cpu._arrays import flat, require_dtypes
+from dynchunk.ops.cpu import jit
+from dynchunk.ops.cpu._arrays import Array, flat, require_dtypes
+from dynchunk.ops.cpu._scores import TILE, load_keys, score_tile
 from dynchunk.ops.cpu._threads import run
-from dynchunk.ops.cpu._tiles import dots, widen
+from dynchunk.ops.cpu._tiles import widen
 
-TILE = 64  # entries
-_ROWS = 64  # of a block of queries, a row for each head
+_ROWS = 256  # of a block of queries, a row for each head
 _CHUNK = 256  # queries whose chosen keys a backward has at once
+_NONE = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 def index_topk(
@@ -97,33 +101,39 @@ def index_topk_backward(
     return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_weights.to(weights.dtype)
 
 
+def _index_topk(
+    begin: int,
+    end: int,
+    size: int,
+    first: Array,
+    n_visible: Array,
+    q: Any,
+    k: Any,
+    weights: Any,
+    heads: int,
+    D: int,
+    kept: int,
+    factor: float,
+    scores: Array,
+    indices: Array,
+) -> None:
+    """Find the best of blocks of queries."""
+    rows = slice(begin * size, min(end * size, len(n_visible)))
+    best = np.empty((rows.stop - rows.start, kept), np.uint64)
+    _find(begin, end, size, first, n_visible, q, k, weights, heads, D, factor, best)
+    write_best(best, scores[rows], indices[rows])
+
+
 @jit
 def load_queries(q, weights, heads, first, last, out, out_weights):
-    """Copy the heads of queries as rows of a tile, and their weights."""
+    """Copy the heads of queries, one after another, and their weights."""
     (q, q_steps), (weights, w_steps) = q, weights
-    out[:] = 0
     for t in range(first, last):
         for h in range(heads):
-            row, at = out[0, (t - first) * heads + h], t * q_steps[0] + h * q_steps[1]
+            row, at = out[(t - first) * heads + h], t * q_steps[0] + h * q_steps[1]
             for d in range(row.size):
                 row[d] = widen(q[at + d])
-            out_weights[t - first, h] = widen(weights[t * w_steps[0] + h])
-
-
-@fast
-def score_tile(queries, weights, count, k, at, n, factor, products, scores):
-    """Write the scores of ``count`` queries and a tile of entries to ``scores`` [.., TILE]."""
-    heads = weights.shape[1]
-    dots(queries, k, at, 0, n, (0, 1), products)
-    for t in range(count):
-        row = scores[t]
-        row[:] = 0
-        for h in range(heads):
-            weight, product = weights[t, h], products[0, t * heads + h]
-            for j in range(TILE):
-                row[j] += weight * max(product[j], np.float32(0))
-        for j in range(TILE):
-            row[j] *= factor
+            out_weights[(t - first) * heads + h] = widen(weights[t * w_steps[0] + h])
 
 
 @jit
@@ -134,20 +144,21 @@ def _score(order):
 
 
 @jit
-def push(scores, n, first, kept, keys, count, lowest):
+def push(scores, n, first, kept, survivors, keys, count, lowest):
     """Add the entries ``first ..`` of a tile to the candidates; return (their number, lowest).
 
     Keys up to ``lowest`` are not among the best. There is room for a tile beyond ``2 * kept``.
+    Which entries survive cannot be predicted: nothing branches on it.
     """
     floor = _score(np.uint32(lowest >> np.uint64(32)))  # NaN at first: nothing is below
+    found = 0
     for j in range(n):
-        if scores[j] < floor:
-            continue
-        score = scores[j] if scores[j] != 0 else np.float32(0)  # -0 is 0
-        key = _key(score, first + j)
-        if key > lowest:
-            keys[count] = key
-            count += 1
+        survivors[found] = j
+        found += not (scores[j] < floor)
+    for j in survivors[:found]:
+        key = _key(scores[j], first + j)
+        keys[count] = key
+        count += key > lowest
     if count >= 2 * kept:
         keep_best(keys[:count], kept)
         count = min(count, kept)
@@ -158,64 +169,79 @@ def push(scores, n, first, kept, keys, count, lowest):
 @jit
 def _key(score, index):
     """Order by score, NaN first, then by index, the lowest first."""
-    if score != score:
-        order = np.uint32(0xFFFFFFFF)
-    else:
-        bits = np.uint32(np.float32(score).view(np.uint32))
-        order = np.uint32(~bits) if bits >> 31 else np.uint32(bits | 0x80000000)
+    bits = np.uint32(np.float32(score if score != 0 else np.float32(0)).view(np.uint32))  # -0 is 0
+    order = np.uint32(bits ^ (((bits >> 31) * 0x7FFFFFFF) | 0x80000000))  # the sign, or all bits
+    order = order if score == score else np.uint32(0xFFFFFFFF)
     return (np.uint64(order) << np.uint64(32)) | np.uint64(0xFFFFFFFF - index)
 
 
 @jit
 def keep_best(keys, kept):
-    """Move the ``kept`` greatest to the front, in any order (quickselect)."""
-    low, high = 0, keys.size - 1 if kept < keys.size else 0
-    while low < high:
-        pivot = keys[(low + high) // 2]
-        i, j = low, high
-        while i <= j:
-            while keys[i] > pivot:
-                i += 1
-            while keys[j] < pivot:
-                j -= 1
-            if i <= j:
-                keys[i], keys[j] = keys[j], keys[i]
-                i += 1
-                j -= 1
-        if kept <= j:
-            high = j
-        elif kept >= i:
-            low = i
+    """Move the ``kept`` greatest of keys, no two alike, to the front, in any order (quickselect).
+
+    Each step swaps, needed or not, since a branch would be mispredicted half of the time.
+    """
+    low, high = 0, keys.size
+    while low < kept < high:
+        middle = (low + high) // 2
+        pivot = max(min(keys[low], keys[middle]), min(max(keys[low], keys[middle]), keys[high - 1]))
+        for at in (low, middle, high - 1):
+            if keys[at] == pivot:
+                keys[at], keys[low] = keys[low], keys[at]
+                break
+        greater = low + 1  # from there on, keys are less than the pivot
+        for i in range(low + 1, high):
+            key = keys[i]
+            keys[i] = keys[greater]
+            keys[greater] = key
+            greater += key > pivot
+        keys[low], keys[greater - 1] = keys[greater - 1], pivot
+        if kept < greater:
+            high = greater - 1
         else:
-            low = high
+            low = greater
 
 
 @jit
-def write_best(keys, kept, scores, indices):
-    """Write the best of the candidates, in order."""
-    keep_best(keys, kept)
-    best = keys[: min(kept, keys.size)]
-    best.sort()
-    for rank in range(best.size):
-        key = best[best.size - 1 - rank]
-        scores[rank] = _score(np.uint32(key >> np.uint64(32)))
-        indices[rank] = np.int64(0xFFFFFFFF) - np.int64(key & np.uint64(0xFFFFFFFF))
+def take_best(keys, out):
+    """Write the best of the candidates, as many as there is room for, in any order.
+
+    As their complements, the lowest of which is the best; the greatest number stands for none.
+    """
+    keep_best(keys, out.size)
+    for i in range(out.size):
+        out[i] = ~keys[i] if i < keys.size else _NONE
+
+
+def write_best(best: Array, scores: Array, indices: Array) -> None:
+    """Put what :func:`take_best` wrote in order, row by row; what is there is left for none."""
+    best.sort(axis=1)
+    _write(best, scores, indices)
 
 
 @jit
-def _index_topk(
-    begin, end, size, first, n_visible, q, k, weights, heads, D, kept, factor, scores, indices
-):
-    keys, (step,) = k
-    M = (size * heads + 7) // 8 * 8
-    queries, of_head = np.empty((1, M, D), np.float32), np.empty((size, heads), np.float32)
-    products, tile = np.empty((1, M, TILE), np.float32), np.empty((size, TILE), np.float32)
+def _write(best, scores, indices):
+    for t in range(len(best)):
+        for rank in range(best.shape[1]):
+            if best[t, rank] == _NONE:
+                break
+            key = ~best[t, rank]
+            scores[t, rank] = _score(np.uint32(key >> np.uint64(32)))
+            indices[t, rank] = np.int64(0xFFFFFFFF) - np.int64(key & np.uint64(0xFFFFFFFF))
+
+
+@jit
+def _find(begin, end, size, first, n_visible, q, k, weights, heads, D, factor, best):
+    stored, (step,) = k
+    kept = best.shape[1]
+    queries = np.empty((size * heads, D), np.float32)
+    of_head = np.empty(size * heads, np.float32)
+    keys, tile = np.empty((D, TILE), np.float32), np.empty((size, TILE), np.float32)
     candidates = np.empty((size, 2 * kept + TILE), np.uint64)
     counts, lowest = np.empty(size, np.int64), np.empty(size, np.uint64)
-    at = np.zeros(TILE, np.int64)
+    at, places = np.zeros(TILE, np.int64), np.empty(TILE + 1, np.int64)
     for block in range(begin, end):
         start, stop = block * size, min((block + 1) * size, len(n_visible))
-        load_queries(q, weights, heads, start, stop, queries, of_head)
         counts[:] = 0
         lowest[:] = 0
         t = start
@@ -225,19 +251,26 @@ def _index_topk(
             while last < stop and first[last] == first[t]:
                 seen = max(seen, n_visible[last])
                 last += 1
-            if kept == 0:
-                seen = 0
-            for i in range(0, seen, TILE):
+            load_queries(q, weights, heads, t, last, queries, of_head)
+            for i in range(0, seen if kept else 0, TILE):
                 n = min(TILE, seen - i)
-                for j in range(TILE):
-                    at[j] = (first[t] + i + min(j, n - 1)) * step
-                score_tile(queries, of_head, stop - start, keys, at, n, factor, products, tile)
-                for own in range(t - start, last - start):
+                for j in range(n):
+                    at[j] = (first[t] + i + j) * step
+                load_keys(stored, at, n, keys)
+                score_tile(queries, of_head, heads, last - t, keys, factor, tile)
+                for row in range(last - t):
+                    own = t - start + row
                     visible = min(n, n_visible[start + own] - i)
                     counts[own], lowest[own] = push(
-                        tile[own], visible, i, kept, candidates[own], counts[own], lowest[own]
+                        tile[row],
+                        visible,
+                        i,
+                        kept,
+                        places,
+                        candidates[own],
+                        counts[own],
+                        lowest[own],
                     )
             t = last
         for own in range(stop - start):
-            found = candidates[own, : counts[own]]
-            write_best(found, kept, scores[start + own], indices[start + own])
+            take_best(candidates[own, : counts[own]], best[start + own - begin * size])
