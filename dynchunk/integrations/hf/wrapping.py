@@ -276,13 +276,13 @@ def _check_policies(wrapping: Wrapping) -> None:
         expected = f"a number that divides the model's {kv_heads} KV heads"
         require(kv_heads % views == 0, "policy: views", expected, views)
     if any(p.boundaries is not None and isinstance(p.reduction, MeanPool) for p in own):
-        warnings.warn(f"dynchunk.wrap: {POOLING_COSTS}", UserWarning, stacklevel=5)
+        warnings.warn(f"dynchunk.wrap: {POOLING_COSTS}", UserWarning, stacklevel=4)
     if not wrapping.report.tested:
         warnings.warn(
             f"dynchunk.wrap: no model of type {wrapping.report.model_type!r} is among the tests; "
             "compare its logits without a policy (dynchunk.wrap(model)) with the unwrapped ones",
             UserWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
