@@ -81,6 +81,22 @@ def test_the_tensor_cores_of_each_architecture_are_recognised(arch, kind):
     assert found.shared_bytes >= 2 * 64 * 64 * 2
 
 
+def test_arithmetic_intensity_is_that_of_the_main_loop():
+    found = compile_case(product(64), 90)  # 64 x 64 x 64 products of two tiles of 16-bit numbers
+    assert found.intensity == 2 * 64**3 / (2 * 64 * 64 * 2)
+    case = Case(copy, "", {"p_x": "*fp32", "p_y": "*fp32", "N": "constexpr"}, {"N": 512}, 4, 3)
+    assert compile_case(case, 90).intensity == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "kernel", "least", "most"),
+    [("attend", "forward_kernel", 100, 300), ("pool", "pool_kernel", 0.4, 10), ("pack", "", 0, 0)],
+)
+def test_arithmetic_intensity_of_kernels(module, kernel, least, most):
+    case = next(c for c in offline.cases_of(module) if kernel in c.kernel.__name__)
+    assert least <= compile_case(case, 90).intensity <= most
+
+
 def test_spills_are_seen_and_where_they_are():
     found = compile_case(product(128, num_warps=1), 90)
     assert not found.ok

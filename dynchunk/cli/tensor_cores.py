@@ -135,7 +135,10 @@ def _offline_table(rows: list[Compiled]) -> Table:
     table = _table(
         "machine code of the kernels",
         ("kernel", "configuration"),
-        ("sm", "registers", "spills", "shared", "warps", "tensor cores", "16-byte loads", ""),
+        (
+            *("sm", "registers", "spills", "shared", "warps", "tensor cores"),
+            *("16-byte loads", "FLOP / byte", ""),
+        ),
     )
     for row in rows:
         table.add_row(
@@ -148,6 +151,7 @@ def _offline_table(rows: list[Compiled]) -> Table:
             f"{row.resident_warps} of 64",
             ", ".join(f"{n} {kind}" for kind, n in row.mma.items()) or "-",
             f"{row.wide_loads} of {row.global_loads}",
+            f"{row.intensity:.3g}",
             Text(row.why or "ok", "green" if row.ok else "red"),
             style="" if row.ok else "red",
         )

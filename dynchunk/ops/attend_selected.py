@@ -90,6 +90,7 @@ def attend_selected(
     reads : Reads
         What each query may read: ``Reads.of(chunks, window=..)``.
     impl : {None, "reference", "cpu", "triton"}
+        "triton" has gradients in float32 for head dims up to 128.
 
     Returns
     -------

@@ -83,6 +83,7 @@ def attend_selected_chunks(
         Queries that share a list: ``block`` neighbours, counted from the first query of each
         sequence. R is the number of such blocks, S for 1.
     impl : {None, "reference", "triton"}
+        "triton" has gradients in float32 for head dims up to 128.
 
     Returns
     -------

@@ -375,6 +375,10 @@ class Config(NamedTuple):
     num_stages: int
 
 
+#: Channels up to which gradients in float32, which has no tensor cores here, fit into registers.
+WIDEST_FLOAT32 = 128
+
+
 class Shape(NamedTuple):
     """The sizes that kernels are compiled for."""
 
@@ -402,6 +406,19 @@ class Shape(NamedTuple):
     def width(self) -> int:
         """Channels of the larger tile."""
         return max(block(self.D), block(self.D_V))
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are kernels of gradients that keep their tiles in registers."""
+        return self.dtype != torch.float32 or self.width <= WIDEST_FLOAT32
+
+    def require_gradients(self) -> None:
+        """Refuse a shape without kernels of gradients."""
+        if not self.has_gradients:
+            raise ValueError(
+                f"head dims: expected at most {WIDEST_FLOAT32} channels for gradients in float32, "
+                f"got {max(self.D, self.D_V)}: take bfloat16 or float16, or another implementation"
+            )
 
     def constants(self) -> dict[str, int]:
         """Return the constants of a kernel."""
@@ -550,14 +567,14 @@ def _type(name: str, dtype: torch.dtype, constants: dict[str, Any]) -> str:
 
 
 def shapes() -> Iterator[Shape]:
-    """Yield the shapes to compile for: grouped and multi-head attention, MLA's, V4's.
-
-    Single precision, which has no tensor cores here, fits into registers up to 128 channels.
-    """
+    """Yield the shapes to compile for: grouped and multi-head attention, views, MLA's, V4's."""
     for dtype in (torch.bfloat16, torch.float32):
-        for D in (64, 80, 128):
+        for D in (64, 80, 128, 256, 512):
             yield Shape(32, 8, 1, 1, D, D, False, dtype)
-    yield Shape(32, 8, 1, 1, 256, 256, False, torch.bfloat16)
+    for H, H_KV, G, L in ((8, 8, 1, 1), (16, 8, 1, 8), (32, 8, 2, 2), (32, 2, 2, 1), (64, 8, 4, 8)):
+        yield Shape(H, H_KV, G, L, 128, 128, False, torch.bfloat16)
+    for D in (64, 128, 512):
+        yield Shape(32, 8, 1, 1, D, D, False, torch.float16)
     yield Shape(128, 1, 1, 1, 192, 128, False, torch.bfloat16)
     for D in (128, 512):
         yield Shape(64, 1, 1, 1, D, D, True, torch.bfloat16)

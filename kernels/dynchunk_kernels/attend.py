@@ -69,7 +69,7 @@ _TILES = {
     ("keys", 4, 64): [Tiles(32, 32, 16, 8, 1)] * 3,
     ("keys", 4, 128): [Tiles(16, 16, 16, 8, 1)] * 3,
     ("keys", 4, 256): [Tiles(16, 16, 16, 8, 1)] * 3,
-    ("keys", 4, 512): [Tiles(16, 16, 16, 8, 1)] * 3,
+    ("keys", 4, 512): [Tiles(16, 8, 16, 16, 1)] * 3,
 }
 
 
@@ -291,7 +291,8 @@ _OFFLINE = [
     *((D, 4, torch.bfloat16, False) for D in (64, 80, 96, 128, 192, 256, 512)),
     (128, 8, torch.bfloat16, True),
     (512, 64, torch.bfloat16, True),
-    (128, 1, torch.float16, False),
+    *((128, R, torch.bfloat16, False) for R in (1, 2, 16)),
+    *((D, R, torch.float16, False) for D, R in ((64, 2), (128, 1), (256, 8), (512, 4))),
     *((D, 4, torch.float32, False) for D in (64, 128, 256, 512)),
 ]
 

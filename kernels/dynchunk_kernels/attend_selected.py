@@ -353,6 +353,7 @@ def attend_selected_backward(
         cu_seqlens_q, cu_seqlens_k, cu_entries, n_visible, raw_start, indices, k
     )
     shape = Shape.of(q, k, v, len(cu_entries), lists.rows.shape[1])
+    shape.require_gradients()
     config = query_config(arch_of(q), shape)
     grad_q, shift = torch.empty_like(q), torch.empty_like(lse)
     wrap_triton(query_gradients_kernel)[_grid(q, shape, config)](
@@ -438,6 +439,8 @@ def cases() -> Iterator[Case]:
             bias = {"HAS_BIAS": True}
             config = forward_config(arch, shape)
             yield _selected.case(forward_kernel, arch, shape, config, HAS_SINK=True, **bias)
+            if not shape.has_gradients:
+                continue
             config = query_config(arch, shape)
             yield _selected.case(query_gradients_kernel, arch, shape, config, **bias)
             yield from _selected.key_cases(arch, shape, RECENT=True)

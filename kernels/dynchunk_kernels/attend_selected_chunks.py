@@ -426,6 +426,7 @@ def attend_selected_chunks_backward(
     grad_lse, lse = grad_lse.contiguous(), lse.contiguous()
     of = _layout(k, cu_seqlens_q, cu_seqlens_k, cu_chunks, starts, raw_start, indices, block)
     shape = Shape.of(q, k, v, len(cu_chunks), of.lists.rows.shape[1])
+    shape.require_gradients()
     config = query_config(arch_of(q), shape, block)
     grad_q, shift = torch.empty_like(q), torch.empty_like(lse)
     wrap_triton(query_gradients_kernel)[_grid(indices, shape, config, block)](
@@ -488,6 +489,8 @@ def cases() -> Iterator[Case]:
         for shape in _selected.shapes():
             for config in dict.fromkeys(forward_config(arch, shape, block) for block in (1, 64)):
                 yield _selected.case(forward_kernel, arch, shape, config, HAS_SINK=True)
+            if not shape.has_gradients:
+                continue
             for config in dict.fromkeys(query_config(arch, shape, block) for block in (1, 64)):
                 yield _selected.case(query_gradients_kernel, arch, shape, config)
             yield from _selected.key_cases(arch, shape, RECENT=True, LISTED=True)

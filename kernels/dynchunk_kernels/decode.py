@@ -373,7 +373,8 @@ def cases() -> Iterator[Case]:
     for arch in ARCHS:
         for D, R, dtype, shared in (
             *((D, 4, torch.bfloat16, False) for D in (64, 80, 96, 128, 192, 256, 512)),
-            (128, 16, torch.float16, False),
+            *((128, R, torch.bfloat16, False) for R in (1, 2, 16)),
+            *((D, R, torch.float16, False) for D, R in ((64, 2), (128, 16), (256, 8), (512, 4))),
             (512, 64, torch.bfloat16, True),
             *((D, 4, torch.float32, False) for D in (64, 128, 256, 512)),
         ):

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import dynchunk_kernels
+from dynchunk_kernels._intensity import arithmetic_intensity
 
 ARCHS = (80, 90, 100)
 
@@ -78,6 +79,7 @@ class Compiled(NamedTuple):
     mma: dict[str, int]  #: tensor-core instructions by kind, such as ``{"HGMMA": 24}``
     wide_loads: int  #: instructions that read 16 bytes a thread, or a tile, from global memory
     global_loads: int  #: all instructions that read global memory
+    intensity: float  #: operations per byte of global memory in the main loop
     why: str  #: what is wrong with it; empty if nothing is
 
     @property
@@ -194,6 +196,7 @@ def _read(case: Case, arch: int, binary: Any) -> Compiled:
         mma=dict(Counter(x.name for x in instructions if x.name.endswith("MMA"))),
         wide_loads=sum(".128" in x.opcode or x.name in _TILE_LOADS for x in loads),
         global_loads=len(loads),
+        intensity=arithmetic_intensity(binary.asm["ttir"]),
         why="",
     )
     return found._replace(why=", ".join(_faults(found, case.is_matmul)))

@@ -55,6 +55,7 @@ CASES = {
     "T130-tail-no-window": ([0, 130], 1, 2, 1, 16, 16, 0, "tail"),
     "many-heads-one-kv-head": ([7, 2], 1, 64, 1, 32, None, 4, "window"),
     "no-raw-tokens": ([33], 1, 2, 1, 16, 24, 0, "window"),
+    "D512-tiles-of-eight-keys": ([9, 5], 1, 2, 1, 512, None, 5, "window"),
     "long-window": ([120], 1, 2, 2, 16, 16, 100, "window"),
 }
 

@@ -181,3 +181,16 @@ def test_case_19_packed_documents_do_not_leak():
         assert torch.equal(after[name][token], before[name][token]), name
     for name in ("grad_entry_k", "grad_entry_v"):
         assert torch.equal(after[name][~own], before[name][~own]), name
+
+
+def test_wide_float32_has_results_but_no_gradients():
+    """A launch that spills kilobytes, or does not fit, is refused before it starts."""
+    views = [Chunks.fixed(2, 8)]
+    reads, indices = Reads.of(views[0], window=3), lists(8, 1, 2, 4)
+    inputs = operands(views, heads=1, kv_heads=1, width=144, width_v=16)
+    attend, sizes = attending(indices, reads), {"heads": 1, "kv_heads": 1, "width_v": 16}
+    expected = attend(impl="reference", **inputs).out
+    torch.testing.assert_close(attend(impl="triton", **inputs).out, expected)
+    with pytest.raises(ValueError, match="at most 128 channels for gradients in float32, got 144"):
+        run_attend(attend, inputs, "triton", torch.float32)
+    check(views, indices, reads, torch.bfloat16, width=144, **sizes)

@@ -154,3 +154,14 @@ def test_case_19_packed_documents_do_not_leak():
     others = [*range(7), *range(20, 31)]
     for name in ("out", "lse", "grad_q", "grad_k", "grad_v"):
         assert torch.equal(after[name][others], before[name][others]), name
+
+
+def test_wide_float32_has_results_but_no_gradients():
+    reads, indices = Reads.of(Chunks.fixed(2, 8), window=3), torch.tensor([[0, 2]] * 8)
+    inputs = operands(reads, heads=1, kv_heads=1, width=144)
+    attend = attending(indices, reads, 1)
+    expected = attend(impl="reference", **inputs).out
+    torch.testing.assert_close(attend(impl="triton", **inputs).out, expected)
+    with pytest.raises(ValueError, match="at most 128 channels for gradients in float32, got 144"):
+        run_attend(attend, inputs, "triton", torch.float32)
+    check(reads, indices, 1, torch.bfloat16, heads=1, kv_heads=1, width=144)
