@@ -1,4 +1,4 @@
-"""The command line: ``dynchunk segment``, ``audit``, ``lab`` and ``bench``."""
+"""The command line: ``dynchunk segment``, ``audit``, ``lab``, ``bench`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import dynchunk
-from dynchunk.cli import audit, bench, lab, segment
+from dynchunk.cli import audit, bench, doctor, lab, segment
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,6 +17,7 @@ app = typer.Typer(
 )
 app.command()(segment.segment)
 app.command()(audit.audit)
+app.command()(doctor.doctor)
 app.add_typer(lab.lab, name="lab")
 app.add_typer(bench.bench, name="bench")
 

@@ -123,15 +123,12 @@ def choose(
 ) -> CustomOpDef:
     """Return the implementation of that name.
 
-    None picks the kernels of the operands' device, where there are some: Triton on a GPU, numba on
-    the CPU; the reference for float64, and elsewhere.
+    None picks what :func:`default_impl` says.
     """
     require_choice("impl", impl, (None, *ops))
     device = next(x.device.type for x in operands if x is not None)
     if impl is None:
-        impl = _KERNELS.get(device, "reference")
-        if impl not in ops or wide_dtype(*operands) == torch.float64:
-            impl = "reference"
+        impl = default_impl(ops, device, wide_dtype(*operands)).impl
     elif impl in _DEVICES:
         ok = device == _DEVICES[impl] or (impl == "triton" and _is_interpreted())
         others = " or ".join(repr(name) for name in ops if name not in _DEVICES)
@@ -140,6 +137,29 @@ def choose(
         require(ok, "impl", f"{others} for float64", impl)
     found = ops[impl]
     return found if isinstance(found, CustomOpDef) else found()
+
+
+class Default(NamedTuple):
+    """What an operation uses where no implementation is named."""
+
+    impl: str
+    why: str
+
+
+def default_impl(ops: Mapping[str, Implementation], device: str, dtype: torch.dtype) -> Default:
+    """Return the implementation for operands of a device and dtype.
+
+    The kernels of the device, where there are some: Triton on a GPU, numba on the CPU; the
+    reference for float64, and elsewhere.
+    """
+    kernels = _KERNELS.get(device)
+    if dtype == torch.float64:
+        return Default("reference", "no kernel computes in float64")
+    if kernels is None:
+        return Default("reference", f"there are no kernels for {device!r}")
+    if kernels not in ops:
+        return Default("reference", f"{kernels!r} is not built for it")
+    return Default(kernels, f"kernels for tensors on {device!r}")
 
 
 def _is_interpreted() -> bool:
