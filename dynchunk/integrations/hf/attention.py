@@ -126,6 +126,7 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
+@torch.compiler.disable  # what the host counts differs from step to step
 def attend(
     module: torch.nn.Module,
     query: Tensor,
