@@ -5,6 +5,8 @@ The names below are the ones to start with; the rest is one level down: ``dynchu
 ``dynchunk.audit``. A boundary is the FIRST token of a chunk.
 """
 
+from typing import Any
+
 from dynchunk.boundaries import (
     BoundaryRule,
     DelimiterScore,
@@ -42,4 +44,15 @@ __all__ = [
     "pack",
     "plan_tiles",
     "unpack",
+    "unwrap",
+    "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs more than torch when it is first used."""
+    if name in ("unwrap", "wrap"):
+        from dynchunk.integrations import wrap as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
