@@ -176,6 +176,12 @@ def test_case_2_padding_on_either_side_changes_nothing(wrapped, left):
     rows = [sample(1, n, n)[0] for n in (5, 9, 16)]
     for right in (0, left):
         ids, mask = padded(rows, left, right)
+        position = (mask.cumsum(1) - 1).clamp(min=0)
+        torch.testing.assert_close(
+            whole(wrapped, ids, attention_mask=mask, position_ids=position)[mask == 1],
+            whole(wrapped, ids, attention_mask=mask)[mask == 1],
+            **CLOSE,
+        )
         one_shot = whole(wrapped, ids, attention_mask=mask)
         streamed = feed(wrapped, ids, (3, 4, 9), mask=mask)[0]
         for b, row in enumerate(rows):
@@ -210,6 +216,8 @@ def test_case_19_packed_documents_do_not_see_each_other(wrapped):
     assert same == [True, False, True, True]
     with torch.no_grad():
         assert wrapped(together, position_ids=position).cache is None
+    with pytest.raises(ValueError, match="use_cache: expected False or None with documents"):
+        wrapped(together, position_ids=position, use_cache=True)
 
 
 def test_case_20_no_later_token_changes_an_earlier_one(wrapped):
@@ -290,7 +298,11 @@ def test_generate_equals_theirs(theirs, ours, options):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3}, {"prefill_chunk_size": 4}],
+    ids=["greedy", "beams", "prefill-in-chunks"],
+)
 def test_a_left_padded_batch_generates_what_each_row_does_alone(wrapped, options):
     options = options | {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": PAD}
     rows = [sample(1, n, n)[0] for n in (5, 9, 16)]

@@ -216,8 +216,9 @@ class V4Wrapping(Wrapping):
         if position_ids is None:
             return
         at = ragged.pack(position_ids.expand(ragged.real.shape)).cpu()
-        follows = at.diff() == 1
-        follows[ragged.cu_seqlens[1:-1] - 1] = True
+        is_first = torch.zeros(len(at) + 1, dtype=torch.bool)
+        is_first[ragged.cu_seqlens[:-1]] = True
+        follows = (at.diff() == 1) | is_first[1:-1]
         require(
             bool(follows.all()),
             "position_ids",

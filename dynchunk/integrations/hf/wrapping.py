@@ -158,6 +158,11 @@ class Wrapping:
 
     def _wants_cache(self, options: dict[str, Any], ragged: Ragged) -> bool:
         wanted = options.get("use_cache")
+        if wanted and ragged.is_packed:
+            raise ValueError(
+                "use_cache: expected False or None with documents packed into a row, which a cache "
+                "cannot continue, got True"
+            )
         if wanted is None:
             wanted = getattr(self.decoder.config, "use_cache", True)
         is_training = self.decoder.training and torch.is_grad_enabled()
