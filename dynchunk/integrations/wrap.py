@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynchunk._checks import describe, optional_import
@@ -13,14 +13,14 @@ from dynchunk.cache.cache import ROLLBACK
 
 #: Modules with ``supported`` and ``attach`` for models that need more than another attention
 #: function, by ``config.model_type``.
-FAMILIES: dict[str, str] = {}
+FAMILIES = {"deepseek_v4": "dynchunk.integrations.hf.deepseek_v4"}
 
 _STANDARD = "dynchunk.integrations.hf.wrapping"
 
 
 def wrap(
     model: Any,
-    policy: Policy | Sequence[Policy | None] | None = None,
+    policy: Policy | Sequence[Policy | None] | Mapping[str, Policy] | None = None,
     *,
     score: Score | None = None,
     layers: Sequence[int] | None = None,
@@ -45,7 +45,9 @@ def wrap(
     policy : Policy, or a sequence of Policy or None, optional
         For all layers with full attention, or one for each layer, None for a layer to leave as it
         is. Its ``rope`` and ``sink`` are ignored: positions and sinks are the model's own. Default:
-        what the config of the model says, or else to keep every token.
+        what the config of the model says, or else to keep every token. For DeepSeek V4, which
+        compresses by itself: a mapping from types of layers to policies, by default the model's
+        own; see :func:`~dynchunk.integrations.hf.deepseek_v4.v4_policies`.
     score : Score, optional
         What scores the ids of the tokens, for a policy with a ``BoundaryRule`` and no score of its
         own: ``DelimiterScore.from_tokenizer(tokenizer)`` puts boundaries where text begins

@@ -70,10 +70,7 @@ class Forward:
         inputs = (x.detach() for x in (q, k, v))
         sink = None if sink is None else sink.detach()
         mixed = self.cache.layer(layer).mix(*inputs, sink=sink, scale=scale, impl=self.impl)
-        if torch.is_grad_enabled() and q.requires_grad:
-            out: Tensor = _NoGradient.apply(mixed, q)  # type: ignore[no-untyped-call]
-            return out
-        return mixed
+        return without_gradient(mixed, q)
 
     def _attend_alone(
         self,
@@ -84,15 +81,19 @@ class Forward:
         sink: Tensor | None,
         scale: float | None,
     ) -> Tensor:
-        if id(policy) not in self._layouts:
-            self._layouts[id(policy)] = self._layout(policy, q.device)
+        require_weightless(policy)
         if scale is not None:
             q = q * (scale * q.shape[-1] ** 0.5)
-        layout = self._layouts[id(policy)]
+        layout = self.layout(policy, q.device)
         return chunk_attention(q, k, v, policy, layout, sink=sink, impl=self.impl)
 
+    def layout(self, policy: Policy, device: torch.device) -> Layout:
+        """Return what the new tokens read and entries pool where there is no cache, made once."""
+        if id(policy) not in self._layouts:
+            self._layouts[id(policy)] = self._layout(policy, device)
+        return self._layouts[id(policy)]
+
     def _layout(self, policy: Policy, device: torch.device) -> Layout:
-        require_weightless(policy)
         cu = self.ragged.cu_seqlens
         scores, tokens = None, torch.zeros(int(cu[-1]), dtype=torch.int64, device=device)
         if isinstance(policy.boundaries, BoundaryRule):
@@ -107,6 +108,24 @@ class Forward:
         hidden = torch.zeros(len(tokens), 0, device=device)
         found = Segmenter(policy, 1)(tokens, hidden, cu.to(device), scores)
         return Layout.of(policy, found.chunks)
+
+
+def required(forward: Forward | None) -> Forward:
+    """Return what a layer was handed, or say why it was handed nothing."""
+    if forward is None:
+        raise RuntimeError(
+            "dynchunk: the layer was called without its model, or the model is no longer wrapped: "
+            "call the model that dynchunk.wrap returned"
+        )
+    return forward
+
+
+def without_gradient(value: Tensor, like: Tensor) -> Tensor:
+    """Return a value that was computed with a cache: a backward through it is an error."""
+    if not (torch.is_grad_enabled() and like.requires_grad):
+        return value
+    out: Tensor = _NoGradient.apply(value, like)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _NoGradient(torch.autograd.Function):
@@ -161,13 +180,9 @@ def attend(
     -------
     tuple of tensor [B, T, H, D_v] and None
     """
-    if dynchunk is None:
-        raise RuntimeError(
-            "dynchunk: the layer was called without its model, or the model is no longer wrapped: "
-            "call the model that dynchunk.wrap returned"
-        )
+    forward = required(dynchunk)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    if layer not in dynchunk.policies:
+    if layer not in forward.policies:
         options = {"scaling": scaling, "dropout": dropout} | kwargs
         options |= {} if s_aux is None else {"s_aux": s_aux}
         found: tuple[Tensor, Tensor | None] = native_attention(module)(
@@ -177,9 +192,9 @@ def attend(
     require(dropout == 0, "attention_dropout", "0 (set it in the model's config)", dropout)
     for name in _UNSUPPORTED:
         require(kwargs.get(name) is None, name, "None: not supported here", kwargs.get(name))
-    ragged = dynchunk.ragged
+    ragged = forward.ragged
     q, k, v = (ragged.pack(x.transpose(1, 2)) for x in (query, key, value))
-    out = dynchunk.attend(layer, q, k, v, s_aux, scaling)
+    out = forward.attend(layer, q, k, v, s_aux, scaling)
     return ragged.unpack(out).to(query.dtype), None
 
 
@@ -190,7 +205,7 @@ def make_mask(*, config: Any, local_size: int | None = None, **kwargs: Any) -> A
     the policy, and nothing has the size of T x T.
     """
     found = config.dynchunk
-    if local_size is None and not found["needs_mask"]:
+    if not found["needs_mask" if local_size is None else "needs_window_mask"]:
         return None
     masks: dict[str, Any] = AttentionMaskInterface._global_mapping
     original = masks[found["attn_implementation"]]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 
 from dynchunk._checks import describe, require
@@ -100,6 +101,7 @@ class Wrapping:
         found["attn_implementation"] = config._attn_implementation
         kept = [layer for layer in self.report.layers if not layer.wrapped]
         found["needs_mask"] = any(layer.kind == "full_attention" for layer in kept)
+        found["needs_window_mask"] = any(layer.kind != "full_attention" for layer in kept)
         setattr(config, record.KEY, found)
         config._attn_implementation = NAME
         self._hooks = [
@@ -117,6 +119,9 @@ class Wrapping:
             delattr(config, record.KEY)
         else:
             setattr(config, record.KEY, found)
+
+    def check(self, ragged: Ragged, position_ids: Tensor | None) -> None:
+        """Raise where a batch cannot be read as ``ragged``; here the model's own RoPE reads all."""
 
     @torch.compiler.disable
     def _begin(
@@ -139,6 +144,7 @@ class Wrapping:
             past=None if cache is None else cache.real,
             device=x.device,
         )
+        self.check(ragged, options.get("position_ids"))
         if cache is None and self._wants_cache(options, ragged):
             cache = self.cache()
         options["cache"], options["use_cache"] = cache, cache is not None
@@ -152,6 +158,11 @@ class Wrapping:
 
     def _wants_cache(self, options: dict[str, Any], ragged: Ragged) -> bool:
         wanted = options.get("use_cache")
+        if wanted and ragged.is_packed:
+            raise ValueError(
+                "use_cache: expected False or None with documents packed into a row, which a cache "
+                "cannot continue, got True"
+            )
         if wanted is None:
             wanted = getattr(self.decoder.config, "use_cache", True)
         is_training = self.decoder.training and torch.is_grad_enabled()
