@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dynchunk._checks import require
 from dynchunk.attention.policy import Policy
+from dynchunk.attention.specs import All, MeanPool
 from dynchunk.cache.layout import Step, StreamLayout
 from dynchunk.cache.rows import Rows
 from dynchunk.ops.attend import attend
@@ -14,6 +15,8 @@ from dynchunk.ops.attend_selected import attend_selected
 from dynchunk.ops.decode import decode
 from dynchunk.ops.decode_topk import decode_topk
 from dynchunk.ops.index_topk import index_topk
+from dynchunk.ops.layout import Spans
+from dynchunk.ops.pool import pool
 
 
 class LayerCache:
@@ -182,6 +185,56 @@ class LayerCache:
         self.finish()
         return out
 
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sink: Tensor | None = None,
+        scale: float | None = None,
+        impl: str | None = None,
+    ) -> Tensor:
+        """Store new tokens and attend for them, where another model makes their projections.
+
+        The policy has to need no weights: no chunks, or ``MeanPool(own=False)``, whose entries are
+        the means of the keys as they come and of the values; and no ``rope``, for positions are in
+        the keys already.
+
+        Parameters
+        ----------
+        q : floating tensor [S, H, D]
+            After RoPE, as ``k`` is.
+        k : floating tensor [S, H_kv, D]
+        v : floating tensor [S, H_kv, D_v]
+        sink, scale, impl
+            As in :meth:`attend`.
+
+        Returns
+        -------
+        tensor [S, H, D_v]
+
+        Examples
+        --------
+        >>> from dynchunk.attention import MeanPool
+        >>> from dynchunk.boundaries import FixedStride
+        >>> from dynchunk.cache import Cache
+        >>> cache = Cache(Policy(FixedStride(4), reduction=MeanPool(), window=8, rope=None))
+        >>> cache.append(10)
+        >>> x = torch.randn(10, 2, 8)
+        >>> cache.layers[0].mix(x, x, x).shape
+        torch.Size([10, 2, 8])
+        """
+        require_weightless(self.policy)
+        views = len(self.policy.views)
+        require(k.shape[1] % views == 0, "k", f"a multiple of {views} KV heads, one per view", k)
+        pooled = self.extend(k=k, v=v)
+        if pooled is not None:
+            closed = self.step.closed
+            assert closed is not None
+            self.close(*(_means(pooled[name], closed.spans) for name in ("k", "v")))
+        return self.attend(q, sink=sink, scale=scale, impl=impl)
+
     def finish(self) -> None:
         """Be done with the new tokens: after :meth:`attend`, or for keys without queries."""
         self._read, self._done = {}, self.step
@@ -230,3 +283,21 @@ class LayerCache:
             return attend(*operands, bias=bias, sink=sink, scale=scale, impl=impl).out
         selected = (q, k, v, entry_k, entry_v, indices, reads)
         return attend_selected(*selected, bias=bias, sink=sink, scale=scale, impl=impl).out
+
+
+def require_weightless(policy: Policy) -> None:
+    """Raise unless :meth:`LayerCache.mix` can make a policy's entries and choose among them."""
+    reduction = policy.reduction
+    is_mean = isinstance(reduction, MeanPool) and not reduction.own and not reduction.norm
+    expected = "MeanPool(own=False, norm=False), which has no weights"
+    require(policy.boundaries is None or is_mean, "policy: reduction", expected, reduction)
+    expected = "All(): the indexer of TopK has weights"
+    require(isinstance(policy.selection, All), "policy: selection", expected, policy.selection)
+    expected = "None: keys come with their positions in them"
+    require(policy.rope is None, "policy: rope", expected, policy.rope)
+
+
+def _means(x: Tensor, spans: tuple[Spans, ...]) -> list[Tensor]:
+    """Return the mean of each chunk's rows, each view of its heads."""
+    heads = x.shape[1] // len(spans)
+    return [pool(x[:, g * heads : (g + 1) * heads], of_view) for g, of_view in enumerate(spans)]

@@ -1,0 +1,1 @@
+"""Models of the transformers library: batches, caches and attention that follow a policy."""
