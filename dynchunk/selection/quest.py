@@ -47,7 +47,7 @@ def chunk_bounds(k: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """
     flat = k.flatten(1).contiguous()
     low, high = (
-        torch.segment_reduce(flat, kind, lengths=lengths, axis=0).unflatten(1, k.shape[1:])
+        torch.segment_reduce(flat, kind, lengths=lengths, axis=0).reshape(-1, *k.shape[1:])
         for kind in ("min", "max")
     )
     return low, high
@@ -85,12 +85,10 @@ def quest_scores(
     fits = shape and q.shape[1] == low.shape[2] and q.shape[0] % low.shape[1] == 0
     require(fits, "q", "[H, D] for low and high [N, H_kv, D]", (q.shape, low.shape, high.shape))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    grouped = q.to(wide).unflatten(0, (low.shape[1], -1))  # [H_kv, H / H_kv, D]
+    grouped = q.to(wide).reshape(low.shape[1], -1, q.shape[1])  # [H_kv, H / H_kv, D]
     low, high = (x.to(wide).permute(1, 2, 0) for x in (low, high))  # [H_kv, D, N]
     centre, half = (high + low) / 2, (high - low) / 2
-    if normalise:
-        spread = (grouped.square() @ half.square()).sqrt()
-    else:
-        spread = grouped.abs() @ half
-    scores: Tensor = (grouped @ centre + spread) * (q.shape[1] ** -0.5 if scale is None else scale)
+    spread = (grouped**2 @ half**2).sqrt() if normalise else grouped.abs() @ half
+    scale = q.shape[1] ** -0.5 if scale is None else scale
+    scores: Tensor = (grouped @ centre + spread) * scale
     return scores.flatten(0, 1)
