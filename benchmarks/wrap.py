@@ -22,13 +22,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import dynchunk
 from dynchunk import BoundaryRule, FixedStride
-from dynchunk.attention import Hash, MeanPool, Policy, full
+from dynchunk.attention import Evict, Hash, MeanPool, Policy, Quest, Raw, full
 
 POOLED = {"reduction": MeanPool(), "window": 64, "cover": "tail"}
 POLICIES = {
     "all tokens": full(),
     "fixed 4": Policy(FixedStride(4), **POOLED),
     "hash, about 4": Policy(BoundaryRule(1, threshold=0.3, max_length=16), Hash(2), **POOLED),
+    "evict 4": Policy(FixedStride(4), **POOLED | {"reduction": Evict(4.0)}),
+    "quest 1/8": Policy(FixedStride(4), **POOLED | {"reduction": Raw()}, selection=Quest(0.125)),
     "last 64": Policy(window=64),
 }
 

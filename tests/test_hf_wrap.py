@@ -11,7 +11,6 @@ import transformers
 import dynchunk
 from dynchunk import BoundaryRule, FixedStride, HashScore
 from dynchunk.attention import (
-    Evict,
     GatedPool,
     Hash,
     MeanPool,
@@ -32,7 +31,6 @@ POLICIES = {
     "views": Policy(RULE, Hash(2), views=(AsScored(), Midpoints()), **POOLED),
     "window": Policy(window=8),
 }
-EVICT = Policy(RULE, Hash(2), reduction=Evict(2.0, observe=4), window=8, cover="tail")
 
 
 @pytest.fixture(autouse=True)
@@ -430,16 +428,6 @@ def test_policies_that_do_not_fit(policy, options, message, models):
     with pytest.raises(ValueError, match=message):
         wrap(model, policy, **options)
     assert type(model) is kind
-
-
-@torch.enable_grad()
-def test_choices_of_raw_tokens_refuse_a_gradient(models):
-    ids, _ = hf_models.batch((30,))
-    with (
-        wrap(models["llama"], EVICT) as model,
-        pytest.raises(ValueError, match="Evict chooses raw tokens, which has no gradient"),
-    ):
-        model(ids, use_cache=False)
 
 
 def test_forwards_that_are_refused(models):
