@@ -10,7 +10,16 @@ import transformers
 
 import dynchunk
 from dynchunk import BoundaryRule, FixedStride, HashScore
-from dynchunk.attention import GatedPool, Hash, MeanPool, Midpoints, Policy, TopK, full
+from dynchunk.attention import (
+    Evict,
+    GatedPool,
+    Hash,
+    MeanPool,
+    Midpoints,
+    Policy,
+    TopK,
+    full,
+)
 from dynchunk.attention.specs import AsScored
 from dynchunk.integrations.hf.cache import ChunkedCache
 from dynchunk.integrations.wrap import supported
@@ -23,6 +32,7 @@ POLICIES = {
     "views": Policy(RULE, Hash(2), views=(AsScored(), Midpoints()), **POOLED),
     "window": Policy(window=8),
 }
+EVICT = Policy(RULE, Hash(2), reduction=Evict(2.0, observe=4), window=8, cover="tail")
 
 
 @pytest.fixture(autouse=True)
@@ -403,7 +413,7 @@ def test_models_that_cannot_be_wrapped(build, message):
     ("policy", "options", "message"),
     [
         (Policy(FixedStride(4)), {}, "policy: reduction: expected MeanPool"),
-        (Policy(FixedStride(4), reduction=GatedPool()), {}, "which has no weights"),
+        (Policy(FixedStride(4), reduction=GatedPool()), {}, "Raw or Evict, which have no weights"),
         (
             Policy(FixedStride(4), selection=TopK(4), **POOLED),
             {},
@@ -420,6 +430,16 @@ def test_policies_that_do_not_fit(policy, options, message, models):
     with pytest.raises(ValueError, match=message):
         wrap(model, policy, **options)
     assert type(model) is kind
+
+
+@torch.enable_grad()
+def test_choices_of_raw_tokens_refuse_a_gradient(models):
+    ids, _ = hf_models.batch((30,))
+    with (
+        wrap(models["llama"], EVICT) as model,
+        pytest.raises(ValueError, match="Evict chooses raw tokens, which has no gradient"),
+    ):
+        model(ids, use_cache=False)
 
 
 def test_forwards_that_are_refused(models):

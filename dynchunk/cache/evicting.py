@@ -77,6 +77,10 @@ class EvictingLayout(StreamLayout):
         """Return 0: what is kept is in the layers."""
         return 0
 
+    def entries_at(self, g: int, b: int, n: int) -> int:
+        """Return 0."""
+        return 0
+
     def first_needed(self, b: int, n: int) -> int:
         """Return the first raw token."""
         return int(self.raw[b])
@@ -132,6 +136,28 @@ class EvictingLayout(StreamLayout):
         other.at, other.raw, other.prompt = self.at.copy(), self.raw.copy(), self.prompt.copy()
         other.observed = self.observed.copy()
         return other
+
+    def invariants(self) -> Iterator[tuple[str, bool]]:
+        """Yield what has to hold of evictions."""
+        lengths = self.segments.lengths
+        yield (
+            "0 <= raw <= at <= length",
+            bool(((self.raw >= 0) & (self.raw <= self.at) & (self.at <= lengths)).all()),
+        )
+        yield "queries since the last eviction", bool((self.observed.begin >= self.at).all())
+        for b in range(self.batch):
+            ends = self.closings(0, b).ends
+            yield "raw tokens begin with a chunk", bool(self.raw[b] == 0 or self.raw[b] in ends)
+
+    def state(self) -> dict[str, Integers]:
+        """Return what a file has to hold beside closings and raw rows."""
+        begin = self.observed.begin
+        return {"at": self.at, "raw": self.raw, "prompt": self.prompt, "observed": begin}
+
+    def restore(self, state: dict[str, Integers]) -> None:
+        """Take what :meth:`state` returned, when closings and lengths are there."""
+        self.at, self.raw, self.prompt = (state[name] for name in ("at", "raw", "prompt"))
+        self.observed.place(state["observed"], self.segments.lengths)
 
     def _eviction(self, b: int, n: int, far: int) -> Eviction:
         closings, raw = self.closings(0, b), int(self.raw[b])
@@ -230,18 +256,67 @@ class EvictingLayer(LayerCache):
         other.kept = None if self.kept is None else self.kept.fork()
         return other
 
+    def invariants(self) -> Iterator[tuple[str, bool]]:
+        """Yield what has to hold of what is kept."""
+        layout, kept = self._layout, self.kept
+        if kept is None:
+            yield "nothing is evicted", not layout.raw.any()
+            return
+        yield "the table on the device is the one on the host", kept.table.is_synced(layout.device)
+        for g, of_head in enumerate(kept.chunks):
+            for b, (starts, lengths) in enumerate(of_head):
+                closings, far = layout.closings(0, b), int(layout.raw[b])
+                ends, first = starts + lengths, starts < layout.spec.first
+                yield "pages for all kept tokens", kept.table.fits(g, b, kept.count(g, b))
+                yield (
+                    "kept chunks are whole ones",
+                    bool(np.isin(ends, closings.ends).all() and (ends <= far).all()),
+                )
+                yield "kept chunks are in order", bool((ends[:-1] <= starts[1:]).all())
+                budget = max(layout.budget(far), int(lengths[first].sum()))
+                yield "no head keeps more than its budget", kept.count(g, b) <= budget
+                all_starts = np.concatenate([[0], closings.ends])
+                protected = all_starts[all_starts < min(layout.spec.first, far)]
+                yield "first chunks are kept", np.array_equal(starts[first], protected)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a file has to hold beside raw rows: queries, and what is kept."""
+        rows = self._layout.tensor(self._layout.observed.rows())
+        state = {f"observed.{name}": x[rows] for name, x in self.observed.items()}
+        kept = {} if self.kept is None else self.kept.state()
+        return state | {f"kept.{name}": x for name, x in kept.items()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` returned, when the layout is there."""
+        parts = [name.partition(".") for name in state]
+        own = {
+            kind: {name: state[f"{kind}.{name}"] for k, _, name in parts if k == kind}
+            for kind in ("observed", "kept")
+        }
+        self.observed.place(self._layout.observed, own["observed"])
+        if own["kept"]:
+            self._make_kept(len(own["kept"]["counts"])).restore(own["kept"])
+
+    def _make_kept(self, kv_heads: int) -> Kept:
+        if self.kept is None:
+            page_size = self._layout.table.pool.page_size
+            self.kept = Kept(kv_heads, self._layout.batch, page_size)
+        return self.kept
+
     def _before(self, q: Tensor, k: Tensor, sink: Tensor | None, scale: float | None) -> None:
         """Evict what is due, and remember the queries."""
         layout = self._layout
         assert layout.move is not None
         for one in layout.evicted:
-            if self.kept is None:
-                page_size = layout.table.pool.page_size
-                self.kept = Kept(k.shape[1], layout.batch, page_size)
-            raw = {name: x[one.raw] for name, x in self.rows.items()}
-            queries = self.observed["q"][one.queries]
-            self.kept.evict(
-                one.sequence, one.chunks, raw, queries, one.budget, layout.spec, sink, scale
+            self._make_kept(k.shape[1]).evict(
+                one.sequence,
+                one.chunks,
+                {name: x[one.raw] for name, x in self.rows.items()},
+                self.observed["q"][one.queries],
+                one.budget,
+                layout.spec,
+                sink,
+                scale,
             )
         self.observed.extend(layout.move, {"q": q})
 

@@ -132,6 +132,35 @@ class Kept:
         other.chunks = [list(of_head) for of_head in self.chunks]
         return other
 
+    def all_rows(self) -> Tensor:
+        """Return the rows of all that is kept, head after head, sequence after sequence."""
+        pairs = [(g, b) for g, of_head in enumerate(self.chunks) for b in range(len(of_head))]
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *(self.where(*x) for x in pairs)])
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all of it for a file, packed."""
+        flat = [one for of_head in self.chunks for one in of_head]
+        counts = torch.tensor([[one.shape[1] for one in of_head] for of_head in self.chunks])
+        chunks = np.concatenate([np.zeros((2, 0), np.int64), *flat], 1)
+        rows = self.all_rows()
+        packed = {
+            f"rows.{name}": x.flatten(0, 1)[rows.to(x.device), 0] for name, x in self.rows.items()
+        }
+        return {"counts": counts, "chunks": torch.from_numpy(chunks)} | packed
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` returned, where nothing is held yet."""
+        lists = torch.split(state["chunks"].cpu(), state["counts"].flatten().tolist(), 1)
+        sizes = [int(one[1].sum()) for one in lists]
+        packed = {
+            name.removeprefix("rows."): torch.split(x, sizes)
+            for name, x in state.items()
+            if name.startswith("rows.")
+        }
+        batch = len(self.chunks[0])
+        for i, one in enumerate(lists):
+            self.put(i // batch, i % batch, one.numpy(), {name: x[i] for name, x in packed.items()})
+
     def _with_raw(self, name: str, g: int, b: int, raw: Tensor) -> Tensor:
         if self.count(g, b) == 0:
             return raw

@@ -225,6 +225,28 @@ class LayerCache:
         >>> cache.layers[0].mix(x, x, x).shape
         torch.Size([10, 2, 8])
         """
+        self._take(q, k, v, sink, scale)
+        return self.attend(q, sink=sink, scale=scale, impl=impl)
+
+    def store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sink: Tensor | None = None,
+        scale: float | None = None,
+    ) -> None:
+        """Store new tokens as :meth:`mix` does, where nobody needs what their queries get.
+
+        A prompt that was computed elsewhere, say: what an eviction later leaves of it is the same.
+        """
+        self._take(q, k, v, sink, scale)
+        self.finish()
+
+    def _take(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float | None
+    ) -> None:
         require_weightless(self.policy)
         views = len(self.policy.views)
         require(k.shape[1] % views == 0, "k", f"a multiple of {views} KV heads, one per view", k)
@@ -234,7 +256,6 @@ class LayerCache:
             closed = self.step.closed
             assert closed is not None
             self.close(*(_means(pooled[name], closed.spans) for name in ("k", "v")))
-        return self.attend(q, sink=sink, scale=scale, impl=impl)
 
     def finish(self) -> None:
         """Be done with the new tokens: after :meth:`attend`, or for keys without queries."""
@@ -301,6 +322,17 @@ class LayerCache:
 
     def give_back(self) -> None:
         """Return unused memory that is the layer's alone."""
+
+    def invariants(self) -> Iterator[tuple[str, bool]]:
+        """Yield what has to hold of this kind of layer, and whether it does."""
+        yield from ()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a file has to hold beside raw rows and entries."""
+        return {}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` returned, when the layout is there."""
 
     def fork(self, layout: StreamLayout) -> Self:
         """Return the same state on its own, of a layout that holds the same pages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -84,9 +85,8 @@ class StreamLayout:
     def nbytes(self) -> int:
         """Bytes of the bookkeeping that is not on the device."""
         held = [pages for table in self.tables for of_view in table.held for pages in of_view]
-        return 8 * sum(map(len, held)) + sum(
-            one.nbytes for of_view in self.moved for one in of_view
-        )
+        moved = [one for of_view in self.moved for one in of_view]
+        return 8 * sum(map(len, held)) + sum(one.nbytes for one in moved)
 
     @property
     def tables(self) -> tuple[PageTable, ...]:
@@ -107,6 +107,10 @@ class StreamLayout:
     def entries(self, g: int, b: int) -> int:
         """Return how many entries a sequence has in one view."""
         return int(self.segments.lengths[b]) if self.is_full else len(self.closings(g, b))
+
+    def entries_at(self, g: int, b: int, n: int) -> int:
+        """Return how many it had when ``n`` tokens had come."""
+        return n if self.is_full else self.closings(g, b).count(n)
 
     def first_needed(self, b: int, n: int) -> int:
         """Return the first raw token that is needed when ``n`` tokens have come; n for none."""
@@ -228,6 +232,17 @@ class StreamLayout:
         other.moved = [[one.copy() for one in closings] for closings in self.moved]
         return other
 
+    def invariants(self) -> Iterator[tuple[str, bool]]:
+        """Yield what has to hold of this kind of layout, and whether it does."""
+        yield from ()
+
+    def state(self) -> dict[str, Integers]:
+        """Return what a file has to hold beside closings and raw rows."""
+        return {}
+
+    def restore(self, state: dict[str, Integers]) -> None:
+        """Take what :meth:`state` returned, when closings and lengths are there."""
+
     def tensor(self, integers: Integers) -> Tensor:
         """Return integers as a tensor on the device."""
         return torch.from_numpy(np.ascontiguousarray(integers)).to(self.device)
@@ -249,7 +264,7 @@ class StreamLayout:
                 base = self.segments.closings[source][b]
                 follow(view, base, self.moved[g][b], n)
                 before = n - int(counts[b])
-                of_view.append(before if self.is_full else self.closings(g, b).count(before))
+                of_view.append(self.entries_at(g, b, before))
                 self.table.extend(g, b, of_view[-1], self.entries(g, b))
             old.append(of_view)
         return old

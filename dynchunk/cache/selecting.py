@@ -15,7 +15,7 @@ from dynchunk.cache.closings import Integers
 from dynchunk.cache.layer import LayerCache, row_nbytes
 from dynchunk.cache.layout import Step, StreamLayout
 from dynchunk.cache.pages import PagePool, PageTable
-from dynchunk.cache.rows import Rows
+from dynchunk.cache.rows import FEW, Rows
 from dynchunk.cache.segments import Segments
 from dynchunk.ops.budget import best_within
 from dynchunk.ops.decode import decode
@@ -51,7 +51,7 @@ class SelectingLayout(StreamLayout):
         self.spec = policy.selection
         self.bounds = PageTable.empty(PagePool(page_size, layers), 1, self.batch)
         self.closed: Closed | None = None
-        self._far: list[Far] | None = None
+        self._far: dict[int, Far] = {}
 
     @property
     def tables(self) -> tuple[PageTable, ...]:
@@ -61,7 +61,7 @@ class SelectingLayout(StreamLayout):
     def append(self, counts: Integers, floor: Integers) -> None:
         """Follow the segments, and find the chunks that have to be bounded."""
         super().append(counts, floor)
-        self.closed, self._far = self._closed_chunks(counts), None
+        self.closed, self._far = self._closed_chunks(counts), {}
 
     def truncate(self, b: int, n: int) -> None:
         """Go back to the first ``n`` tokens of sequence b, as the segments have."""
@@ -74,13 +74,28 @@ class SelectingLayout(StreamLayout):
         other.bounds = self.bounds.fork()
         return other
 
-    def far(self) -> list[Far]:
-        """Return what each of the new tokens may read of the chunks before its window."""
-        if self._far is None:
-            assert self.step is not None
-            tokens = zip(self.step.sequence.tolist(), self.step.position.tolist(), strict=True)
-            self._far = [self._derive_far(b, token) for b, token in tokens]
-        return self._far
+    def invariants(self) -> Iterator[tuple[str, bool]]:
+        """Yield that every closed chunk has its place for bounds."""
+        for b in range(self.batch):
+            yield "pages for all bounds", self.bounds.fits(0, b, len(self.closings(0, b)))
+
+    def restore(self, state: dict[str, Integers]) -> None:
+        """Make room for the bounds of all closed chunks."""
+        for b in range(self.batch):
+            self.bounds.extend(0, b, 0, len(self.closings(0, b)))
+
+    def bound_rows(self) -> Tensor:
+        """Return where the bounds of all closed chunks are."""
+        rows = [self.bounds.rows(0, b, 0, len(self.closings(0, b))) for b in range(self.batch)]
+        return self.tensor(np.concatenate([np.zeros(0, np.int64), *rows]))
+
+    def far(self, rows: list[int]) -> list[Far]:
+        """Return what some of the new tokens may read of the chunks before their windows."""
+        assert self.step is not None
+        if rows and rows[0] not in self._far:  # the first layer of the step
+            sequence, position = self.step.sequence.tolist(), self.step.position.tolist()
+            self._far = {i: self._derive_far(sequence[i], position[i]) for i in rows}
+        return [self._far[i] for i in rows]
 
     def _derive_far(self, b: int, token: int) -> Far:
         closings = self.closings(0, b)
@@ -144,14 +159,44 @@ class SelectingLayer(LayerCache):
         bounds = sum(row_nbytes(x[0]) for x in self.bounds.values() if len(x))
         return super().read_nbytes + self._scored * bounds
 
+    def state(self) -> dict[str, Tensor]:
+        """Return the bounds, which a file has to hold beside the tokens."""
+        rows = self._layout.bound_rows()
+        return {name: x.flatten(0, 1)[rows] for name, x in self.bounds.items()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` returned."""
+        self._write_bounds(self._layout.bound_rows(), state)
+
+    def _write_bounds(self, to: Tensor, bounds: dict[str, Tensor]) -> None:
+        for name, x in bounds.items():
+            self._layout.bounds.pool.write(self._slot, name, to, x)
+
     def _extend_full(self, step: Step, rows: dict[str, Tensor]) -> None:
         super()._extend_full(step, rows)
         closed = self._layout.closed
         if closed is not None:
             k = self.entries["k"].flatten(0, 1)[closed.tokens]
-            found = zip(("low", "high"), chunk_bounds(k, closed.lengths), strict=True)
-            for name, x in found:
-                self._layout.bounds.pool.write(self._slot, name, closed.to, x)
+            low, high = chunk_bounds(k, closed.lengths)
+            self._write_bounds(closed.to, {"low": low, "high": high})
+
+    def _prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        indices: Tensor | None,
+        sink: Tensor | None,
+        scale: float | None,
+        impl: str | None,
+    ) -> Tensor:
+        """Attend to all tokens, but for sequences that have only a few new ones in this step."""
+        out = super()._prefill(q, k, v, indices, sink, scale, impl)
+        few = self.step.cu_seqlens.diff() <= FEW
+        rows = few[self.step.sequence].nonzero()[:, 0]
+        if len(rows):
+            out[rows] = self._select(q, k, v, rows.tolist(), sink, scale, impl)
+        return out
 
     def _decode(
         self,
@@ -163,19 +208,29 @@ class SelectingLayer(LayerCache):
         scale: float | None,
         impl: str | None,
     ) -> Tensor:
-        """Decode with a list for each query head: a group of them are as many queries."""
-        far = self._layout.far()
+        return self._select(q, k, v, list(range(len(q))), sink, scale, impl)
+
+    def _select(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        rows: list[int],
+        sink: Tensor | None,
+        scale: float | None,
+        impl: str | None,
+    ) -> Tensor:
+        """Decode some of the queries, a list for each query head: a group is as many queries."""
+        far, q = self._layout.far(rows), q[rows]
         self._scored = sum(len(one.bounds) for one in far if one.budget)
-        stored, step, kv_heads = self._stored(k, v), self.step, k.shape[1]
+        stored, kv_heads = self._stored(k, v), k.shape[1]
+        n_visible, nothing = stored.n_visible[:, rows], stored.n_visible.new_zeros(len(rows))
         boxes = (self.bounds[name].flatten(0, 1) for name in ("low", "high") if self.bounds)
         lists = choose_tokens(q, far, tuple(boxes), self._layout.spec, scale)
         lists = lists.reshape(len(q), kv_heads, -1, lists.shape[2])  # [S, H_kv, H / H_kv, K]
-        self._last = (stored, step.raw_end, lists)
+        stored = stored._replace(n_visible=n_visible, raw_begin=nothing[None])
+        self._last = (stored, nothing, lists)
         group = lists.shape[2]
-        sequence, n_visible, begin, end = (
-            x.repeat_interleave(group, -1)
-            for x in (step.sequence, stored.n_visible, stored.raw_begin, step.raw_end)
-        )
         found = decode(
             q.reshape(len(q), kv_heads, group, -1).transpose(1, 2).flatten(0, 1),
             k,
@@ -183,10 +238,10 @@ class SelectingLayer(LayerCache):
             stored.k,
             stored.v,
             stored.pages,
-            sequence,
-            n_visible,
-            begin,
-            end,
+            self.step.sequence[rows].repeat_interleave(group),
+            n_visible.repeat_interleave(group, 1),
+            nothing[None].repeat_interleave(group, 1),
+            nothing.repeat_interleave(group),
             indices=lists.transpose(1, 2).flatten(0, 1),
             scale=scale,
             impl=impl,

@@ -6,10 +6,13 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from dynchunk._checks import describe, optional_import
 from dynchunk.attention.policy import Policy
 from dynchunk.boundaries.scores.base import Score
 from dynchunk.cache.cache import ROLLBACK
+from dynchunk.integrations import torch_attention
 
 #: Modules with ``supported`` and ``attach`` for models that need more than another attention
 #: function, by ``config.model_type``.
@@ -41,7 +44,9 @@ def wrap(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A decoder-only model, or one of PEFT around it.
+        A decoder-only model, or one of PEFT around it. Or an ``nn.MultiheadAttention``, which then
+        is :class:`~dynchunk.integrations.torch_attention.ChunkedMultiheadAttention`: it takes a
+        policy, a score of its inputs and ``impl``.
     policy : Policy, or a sequence of Policy or None, optional
         For all layers with full attention, or one for each layer, None for a layer to leave as it
         is. Its ``rope`` and ``sink`` are ignored: positions and sinks are the model's own. Default:
@@ -84,6 +89,11 @@ def wrap(
     >>> torch.allclose(logits, model(tokens).logits, atol=1e-5)
     True
     """
+    if isinstance(model, nn.MultiheadAttention):
+        if policy is None or not isinstance(policy, Policy):
+            raise TypeError(f"policy: expected a Policy for this module, got {describe(policy)}")
+        torch_attention.attach(model, policy, score=score, impl=impl)
+        return model
     attach = _family(model).attach
     options = {"score": score, "rollback": rollback, "page_size": page_size, "impl": impl}
     attach(model, policy, layers=layers, **options)

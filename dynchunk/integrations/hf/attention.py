@@ -82,6 +82,12 @@ class Forward:
         scale: float | None,
     ) -> Tensor:
         require_weightless(policy)
+        if policy.keeps_raw_chunks:
+            kind = type(policy.reduction).__name__
+            raise ValueError(
+                f"policy: {kind} chooses raw tokens, which has no gradient here; call the model "
+                "under torch.no_grad(), or train with MeanPool entries or full attention"
+            )
         if scale is not None:
             q = q * (scale * q.shape[-1] ** 0.5)
         layout = self.layout(policy, q.device)
