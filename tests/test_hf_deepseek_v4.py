@@ -480,6 +480,16 @@ def test_what_cannot_be_done_is_refused(theirs, ours):
         layer(torch.zeros(1, 2, 4, 32))
 
 
+def test_attention_dropout_is_refused_in_training_only():
+    model, ids = tiny(3, 5, 16, attention_dropout=0.1), sample(1, 20)
+    expected = whole(model, ids)
+    dynchunk.wrap(model)
+    torch.testing.assert_close(whole(model, ids), expected, **CLOSE)
+    model.train()
+    with pytest.raises(ValueError, match="attention_dropout: expected 0"):
+        model(ids)
+
+
 def test_a_cache_of_another_policy_is_refused(ours, by_content):
     _, cache = feed(by_content, sample(1, 9))
     with pytest.raises(ValueError, match="cache: it was filled under another policy"):
