@@ -21,9 +21,10 @@ import inspect
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, islice
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -41,12 +42,10 @@ from dynchunk.cache.rows import FEW
 
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 WINDOW, FIRST = 64, 4
-MODULES = ("argparse", "textwrap", "heapq", "tarfile", "shlex", "csv")
+MODULES = ("argparse", "heapq", "shlex", "textwrap", "csv", "tarfile")
 NAMES = """Alice Bruno Clara David Elena Felix Grace Hugo Irene Jonas Karen Lucas Maria Nina Oscar
 Paula Quinn Rosa Simon Tara Ursula Victor Wendy Xavier Yvonne Zach""".split()
-WORDS = """apple bridge candle desert engine forest garden hammer island jacket kitchen ladder
-mirror needle orange pencil rabbit saddle temple umbrella valley window yellow zebra""".split()
-
+QUESTION = "\n\nQuestion: What is the room number of {0}?\nAnswer: The room number of {0} is"
 
 Rows = list[list[int]]
 Projections = list[list[Tensor]]  # of each layer q, k, v [S, heads, D]
@@ -156,12 +155,15 @@ class Scorer:
 
 def documents(model: Model, count: int, prefix: int, more: int) -> Iterator[Batch]:
     """Yield prefixes of documents with the tokens that follow: manual pages, then sources."""
-    pages = sorted(topics.values(), key=len, reverse=True)
-    texts = [x for pair in zip(pages, map(source, MODULES), strict=False) for x in pair][:count]
-    for text in texts:
+    pairs = zip(manual(), map(source, MODULES), strict=False)
+    for text in islice(chain(*pairs), count):
         tokens = model.ids(text)[: prefix + more]
         prompts = [tokens[: prefix - 1]]
         yield Batch(prompts, model.run(prompts[0], [[]]), [tokens[prefix - 1 :]], [more])
+
+
+def manual() -> list[str]:
+    return sorted(topics.values(), key=len, reverse=True)
 
 
 def source(module: str) -> str:
@@ -169,40 +171,29 @@ def source(module: str) -> str:
 
 
 def questions(model: Model, contexts: int, each: int, length: int) -> Iterator[tuple[Batch, Batch]]:
-    """Yield questions about facts that are scattered in manual text, in the prompt and after it."""
-    pages = sorted(topics.values(), key=len, reverse=True)
-    for i in range(contexts):
+    """Yield questions about facts in manual text: as a part of the prompt, and after it."""
+    for i, page in enumerate(manual()[:contexts]):
         rng = random.Random(i)
-        names, words = rng.sample(NAMES, each), rng.sample(WORDS, each)
-        text = model.tokenizer.decode(model.ids(pages[i])[:length])
-        lines = text.split("\n")
-        places = sorted(rng.sample(range(1, len(lines)), each), reverse=True)
-        for place, name, word in zip(places, names, words, strict=True):
-            lines.insert(place, f"The password of {name} is {word}.")
+        facts = [(name, rng.randint(100, 999)) for name in rng.sample(NAMES, each)]
+        lines = model.tokenizer.decode(model.ids(page)[:length]).split("\n")
+        for place, (name, number) in zip(
+            rng.sample(range(1, len(lines)), each), facts, strict=True
+        ):
+            lines[place] += f"\nThe room number of {name} is {number}."
         context = model.ids("\n".join(lines))
-        asked = [
-            model.ids(f"\n\nQuestion: What is the password of {x}?\nAnswer: The password of {x} is")
-            for x in names
-        ]
-        answers = [model.ids(f" {word}.") for word in words]
-        pairs = list(zip(asked, answers, strict=True))
+        asked = [model.ids(QUESTION.format(name)) for name, _ in facts]
+        answers = [model.ids(f" {number}") for _, number in facts]
         targets = [len(answer) for answer in answers]
-        seen = Batch(
-            [context + question[:-1] for question in asked],
-            model.run(context, [question[:-1] for question in asked]),
-            [question[-1:] + answer for question, answer in pairs],
-            targets,
+        pairs = list(zip(asked, answers, strict=True))
+        projections = model.run(context, [question[:-1] for question in asked])
+        seen = [context + question[:-1] for question in asked]
+        begin, n = offsets(seen)[:-1], len(context)
+        rows = torch.cat([torch.arange(at, at + n) for at in begin])
+        of_context = [[x[rows] for x in of_layer] for of_layer in projections]
+        yield (
+            Batch(seen, projections, [q[-1:] + a for q, a in pairs], targets),
+            Batch([context] * each, of_context, [q + a for q, a in pairs], targets),
         )
-        n = len(context)
-        ends = offsets(seen.prompts)[:-1]
-        of_context = torch.cat([torch.arange(end, end + n) for end in ends])
-        unseen = Batch(
-            [context] * each,
-            [[x[of_context] for x in of_layer] for of_layer in seen.projections],
-            [question + answer for question, answer in pairs],
-            targets,
-        )
-        yield seen, unseen
 
 
 # Measures
@@ -238,24 +229,17 @@ def follow(
     return [torch.cat(of_row)[-n:].log_softmax(-1) for of_row, n in pairs], cache
 
 
-def losses(model: Model, method: Method, batches: list[Batch], scorer: Scorer) -> list[float]:
-    found = []
-    for batch in batches:
-        (log_p,), _ = follow(model, method, batch, scorer)
-        targets = torch.tensor(batch.rest[0][-batch.targets[0] :])
-        found.append(-float(log_p.gather(1, targets[:, None]).mean()))
-    return found
+def loss(model: Model, method: Method, batch: Batch, scorer: Scorer) -> float:
+    (log_p,), _ = follow(model, method, batch, scorer)
+    targets = torch.tensor(batch.rest[0][-batch.targets[0] :])
+    return -float(log_p.gather(1, targets[:, None]).mean())
 
 
-def answers(
-    model: Model, method: Method, batches: list[Batch], scorer: Scorer
-) -> tuple[list[bool], Cache]:
-    right = []
-    for batch in batches:
-        log_p, cache = follow(model, method, batch, scorer)
-        for own, row, n in zip(log_p, batch.rest, batch.targets, strict=True):
-            right.append(own.argmax(1).tolist() == row[-n:])
-    return right, cache
+def right(model: Model, method: Method, batch: Batch, scorer: Scorer) -> tuple[list[bool], Cache]:
+    """Return which rows' targets are the likeliest tokens."""
+    log_p, cache = follow(model, method, batch, scorer)
+    rows = zip(log_p, batch.rest, batch.targets, strict=True)
+    return [own.argmax(1).tolist() == row[-n:] for own, row, n in rows], cache
 
 
 def methods(rules: dict[int, BoundaryRule], context: int) -> Iterator[Method]:
@@ -283,6 +267,34 @@ def methods(rules: dict[int, BoundaryRule], context: int) -> Iterator[Method]:
                 yield Method(f"quest {kind}, {name}, 1/{share}", policy, name == "content 4")
 
 
+@dataclass
+class Result:
+    """What one method got, document by document and question by question."""
+
+    losses: list[float] = field(default_factory=list)
+    seen: list[bool] = field(default_factory=list)
+    unseen: list[bool] = field(default_factory=list)
+    held: int = 0
+    read: int = 0
+    lengths: list[float] = field(default_factory=list)
+
+    def row(self, name: str, plain: Result) -> dict[str, object]:
+        """Return a row of the table, beside the result of full attention."""
+        more = [a - b for a, b in zip(self.losses, plain.losses, strict=True)]
+        interval = wilson(sum(self.seen), len(self.seen))
+        return {
+            "method": name,
+            "length": statistics.mean(self.lengths) if self.lengths else None,
+            "loss": f"{statistics.mean(more):+.3f}",
+            "+-": f"{statistics.stdev(more) / len(more) ** 0.5:.3f}",
+            "found": statistics.mean(self.seen),
+            "95 %": f"{interval.low:.2f}-{interval.high:.2f}",
+            "unseen": statistics.mean(self.unseen) if self.unseen else None,
+            "held": None if name.startswith("recent") else self.held / plain.held,
+            "read": self.read / plain.read,
+        }
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--only", default="", help="methods whose names have this")
@@ -291,57 +303,39 @@ def main() -> None:
     start = time.perf_counter()
     model = Model()
     scorer = Scorer(model)
-    sizes = (2, 512, 32) if options.quick else (8, 1024, 128)
-    texts = list(documents(model, *sizes))
-    asked = list(questions(model, *((1, 6, 400) if options.quick else (6, 12, 900))))
-    prompts = [row for batch in [*texts, *(seen for seen, _ in asked)] for row in batch.prompts[:1]]
-    rules = {n: scorer.rule(prompts, n) for n in (4, 8)}
-    context = round(statistics.mean(map(len, (seen.prompts[0] for seen, _ in asked))))
-    rows, plain, full_cache = [], [], None
-    for method in methods(rules, context):
-        if rows and options.only not in method.name:
-            continue
-        loss = losses(model, method, texts, scorer)
-        right, cache = answers(model, method, [seen for seen, _ in asked], scorer)
-        unseen = None
-        if method.evicts or not rows:
-            unseen = answers(model, method, [late for _, late in asked], scorer)[0]
-        plain, full_cache = plain or loss, full_cache or cache
-        rows.append(row_of(method, loss, plain, right, unseen, cache, full_cache))
+    n_documents, prefix, more = (2, 512, 32) if options.quick else (6, 1024, 64)
+    contexts, each, length = (1, 6, 400) if options.quick else (8, 10, 900)
+    sample = [model.ids(text)[:prefix] for text in (*manual()[:20], *map(source, MODULES))]
+    rules = {n: scorer.rule(sample, n) for n in (4, 8)}
+
+    def chosen(batch: Batch) -> Iterator[Method]:
+        found = methods(rules, len(batch.prompts[0]))
+        return (x for x in found if x.name == "full" or options.only in x.name)
+
+    results: dict[str, Result] = defaultdict(Result)
+    for batch in documents(model, n_documents, prefix, more):
+        for method in chosen(batch):
+            results[method.name].losses.append(loss(model, method, batch, scorer))
+    for seen, unseen in questions(model, contexts, each, length):
+        for method in chosen(seen):
+            result = results[method.name]
+            found, cache = right(model, method, seen, scorer)
+            result.seen += found
+            result.held += cache.nbytes
+            result.read += cache.read_nbytes
+            if cache.policies[0].boundaries is not None and "recent" not in method.name:
+                result.lengths.append(cache.chunks()[0].ratio)
+            if method.evicts or method.name == "full":
+                result.unseen += right(model, method, unseen, scorer)[0]
+    plain = results["full"]
     extra = {
-        "documents": f"{sizes[0]}, prefix {sizes[1]}, then {sizes[2]} tokens",
-        "questions": f"{len(right)} in prompts of {context} tokens",
-        "full_loss": statistics.mean(plain),
+        "documents": f"{n_documents}, {more} tokens after {prefix}",
+        "questions": f"{len(plain.seen)} in prompts of {length} tokens and {each} facts",
+        "full_loss": statistics.mean(plain.losses),
         "seconds": time.perf_counter() - start,
     }
+    rows = [result.row(name, plain) for name, result in results.items()]
     show("compression without training", rows, extra, options.json)
-
-
-def row_of(
-    method: Method,
-    loss: list[float],
-    plain: list[float],
-    right: list[bool],
-    unseen: list[bool] | None,
-    cache: Cache,
-    full_cache: Cache,
-) -> dict[str, object]:
-    more = [a - b for a, b in zip(loss, plain, strict=True)]
-    interval = wilson(sum(right), len(right))
-    is_recent = method.name.startswith("recent")
-    read = cache.read_nbytes / full_cache.read_nbytes
-    chunks = None if cache.policies[0].boundaries is None or is_recent else cache.chunks()[0]
-    return {
-        "method": method.name,
-        "length": None if chunks is None else chunks.ratio,
-        "loss": f"{statistics.mean(more):+.3f}",
-        "+-": f"{statistics.stdev(more) / len(more) ** 0.5:.3f}",
-        "found": statistics.mean(right),
-        "95 %": f"{interval.low:.2f}-{interval.high:.2f}",
-        "unseen": None if unseen is None else statistics.mean(unseen),
-        "held": read if is_recent else cache.nbytes / full_cache.nbytes,
-        "read": read,
-    }
 
 
 if __name__ == "__main__":

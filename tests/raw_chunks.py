@@ -5,6 +5,7 @@ import torch
 
 from dynchunk.attention import Evict, Quest
 from dynchunk.cache.rows import FEW
+from dynchunk.chunks import Chunks
 
 
 def normal(*shape, seed=0):
@@ -155,8 +156,8 @@ class Stream:
             for b in range(shape[0])
         ]
 
-    def piece(self, counts):
-        """Feed the next tokens of each sequence; return what the cache and the loops say."""
+    def feed(self, counts):
+        """Give the cache the next tokens of each sequence."""
         lengths = self.cache.lengths
         at = [(b, slice(n, n + c)) for b, (n, c) in enumerate(zip(lengths, counts, strict=True))]
 
@@ -165,21 +166,27 @@ class Stream:
 
         cu = [0, *np.cumsum(counts).tolist()]
         self.cache.append(cu, () if self.scores is None else cut(self.scores))
-        packed = (cut(x) for x in (self.q, self.k, self.v))
-        found = self.cache.layers[0].mix(*packed, sink=self.sink)
-        expected = [loop.piece(c) for loop, c in zip(self.loops, counts, strict=True) if c]
-        return found, torch.cat(expected)
+        return self.cache.layers[0].mix(*(cut(x) for x in (self.q, self.k, self.v)), sink=self.sink)
 
     def check(self, counts):
-        found, expected = self.piece(counts)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        """Give them to the loops too, and compare."""
+        found = self.feed(counts)
+        expected = [loop.piece(c) for loop, c in zip(self.loops, counts, strict=True) if c]
+        assert_same(found, torch.cat(expected))
         self.cache.check()
+
+    def select(self, index):
+        self.cache.select(index)
+        self.q, self.k, self.v = (x[index] for x in (self.q, self.k, self.v))
+        self.scores = None if self.scores is None else self.scores[index]
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def _sequence(chunks, b):
     """Chunks of one sequence alone."""
-    from dynchunk.chunks import Chunks
-
     begin, end = chunks.cu_seqlens[b : b + 2].tolist()
     own = (chunks.starts >= begin) & (chunks.starts < end)
     known = chunks.visible_from[own & chunks.is_closed] - begin
