@@ -30,6 +30,7 @@ def wrap(
     rollback: int | None = ROLLBACK,
     page_size: int = 64,
     impl: str | None = None,
+    trainable: bool = False,
 ) -> Any:
     """Let the attention of a transformers model follow a policy.
 
@@ -65,6 +66,9 @@ def wrap(
         Entries in a page of the cache.
     impl : str, optional
         Of the operations.
+    trainable : bool
+        Give entries weights, which start as the means of ``MeanPool``, and a ``Learned`` score its
+        own: :mod:`dynchunk.integrations.hf.trainable`. What the config says of that stays.
 
     Returns
     -------
@@ -96,6 +100,7 @@ def wrap(
         return model
     attach = _family(model).attach
     options = {"score": score, "rollback": rollback, "page_size": page_size, "impl": impl}
+    options |= {"trainable": True} if trainable else {}
     attach(model, policy, layers=layers, **options)
     return model
 

@@ -97,7 +97,9 @@ class ChunkedCache(TransformersCache):
 
     # A forward: begin, then every layer, then end
 
-    def begin(self, ragged: Ragged, tokens: Tensor | None = None) -> None:
+    def begin(
+        self, ragged: Ragged, tokens: Tensor | None = None, hidden: Tensor | None = None
+    ) -> None:
         """Announce new tokens, cut them into chunks, and let every layer with a policy take them.
 
         Parameters
@@ -106,6 +108,8 @@ class ChunkedCache(TransformersCache):
             Read with ``past=cache.real``.
         tokens : integer tensor [S], optional
             Their ids, packed. None: unknown (``inputs_embeds``), for policies that read none.
+        hidden : floating tensor [S, dim], optional
+            What learned scores read.
         """
         sequences = len(ragged.cu_seqlens) - 1
         if self.state is None:
@@ -123,7 +127,8 @@ class ChunkedCache(TransformersCache):
             policy = self.state.policies[leader]
             ids, scores = self._inputs(policy, tokens, ragged.cu_seqlens)
             segmenter = self._segmenters.get(leader) or Segmenter(policy, 1)
-            self.state.segment(leader, segmenter, ids, torch.zeros(size, 0), scores)
+            x = torch.zeros(size, 0) if hidden is None else hidden
+            self.state.segment(leader, segmenter, ids, x, scores)
 
     def end(self) -> None:
         """Count the new columns, when all layers have taken their tokens."""

@@ -14,11 +14,12 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from dynchunk._checks import describe, require
 from dynchunk.attention.policy import Policy, full
-from dynchunk.attention.specs import MeanPool
+from dynchunk.attention.scoring import Segmenter, score_specs
+from dynchunk.attention.specs import Learned, MeanPool, Router
 from dynchunk.boundaries.scores.base import Score
 from dynchunk.cache.cache import ROLLBACK
 from dynchunk.cache.layer import require_weightless
-from dynchunk.integrations.hf import record
+from dynchunk.integrations.hf import record, trainable
 from dynchunk.integrations.hf.attention import NAME, Forward
 from dynchunk.integrations.hf.cache import ChunkedCache
 from dynchunk.integrations.hf.ragged import Ragged
@@ -55,6 +56,7 @@ class Wrapping:
         rollback: int | None = ROLLBACK,
         page_size: int = 64,
         impl: str | None = None,
+        trainable: bool = False,
     ) -> None:
         self.model, self.inner = model, unwrapped_class_instance(model)
         self.decoder = self.inner.get_decoder()
@@ -66,12 +68,13 @@ class Wrapping:
         )
         self.report = replace(report, layers=tuple(layers))
         self._by_layer = {i: p for i, p in enumerate(self.policies) if p is not None}
+        self.trainable = trainable
         self._signature = inspect.signature(self.decoder.forward)
 
     def cache(self, **options: Any) -> ChunkedCache:
         """Return an empty cache for the model; options as in :class:`ChunkedCache`."""
-        sizes = self.sizes | options
-        return ChunkedCache(self.policies, config=self.decoder.config, score=self.score, **sizes)
+        options = self.sizes | {"score": self.score, "segmenters": self._leading()} | options
+        return ChunkedCache(self.policies, config=self.decoder.config, **options)
 
     def attach(self) -> None:
         """Put the policies into the model."""
@@ -102,9 +105,13 @@ class Wrapping:
         kept = [layer for layer in self.report.layers if not layer.wrapped]
         found["needs_mask"] = any(layer.kind == "full_attention" for layer in kept)
         found["needs_window_mask"] = any(layer.kind != "full_attention" for layer in kept)
+        found["trainable"] = self.trainable
+        names = {layer.index: layer.name for layer in self.report.layers}
+        added = trainable.add(self.decoder, names, self._by_layer) if self.trainable else []
         setattr(config, record.KEY, found)
         config._attn_implementation = NAME
         self._hooks = [
+            *added,
             self.decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.decoder.register_forward_hook(_end, with_kwargs=True),
         ]
@@ -114,6 +121,7 @@ class Wrapping:
         config, (found, implementation) = self.decoder.config, self._before
         for hook in self._hooks:
             hook.remove()
+        trainable.remove(self.decoder)
         config._attn_implementation = implementation
         if found is None:
             delattr(config, record.KEY)
@@ -149,12 +157,38 @@ class Wrapping:
             cache = self.cache()
         options["cache"], options["use_cache"] = cache, cache is not None
         tokens = None if ids is None else ragged.pack(ids)
+        segmenters, hidden = self._segmenters(), None
+        if segmenters:
+            embeds = self.decoder.get_input_embeddings()(ids) if embeds is None else embeds
+            hidden = ragged.pack(embeds)
         if cache is None and not torch.is_grad_enabled():
             cache = self.cache(rollback=0)  # for this forward
         if cache is not None:
-            cache.begin(ragged, tokens)
-        options["dynchunk"] = Forward(ragged, self._by_layer, cache, tokens, self.score, self.impl)
+            cache.begin(ragged, tokens, hidden)
+        forward = Forward(
+            ragged, self._by_layer, cache, tokens, self.score, self.impl, segmenters, hidden
+        )
+        if segmenters and cache is None:  # here, for a layer may run twice (checkpointing)
+            for layer in segmenters:
+                forward.layout(self._by_layer[layer], x.device)
+        options["dynchunk"] = forward
         return (), options
+
+    def _segmenters(self) -> dict[int, Segmenter]:
+        """Return the scorers with weights, by layer."""
+        found = getattr(self.decoder, trainable.SCORES, None)
+        if found is None:
+            return {}
+        return {
+            i: found[trainable.key(policy)]
+            for i, policy in self._by_layer.items()
+            if trainable.key(policy) in found
+        }
+
+    def _leading(self) -> dict[int, Segmenter]:
+        """Return the same, by the number of the layer among those that are wrapped."""
+        numbers = {layer: n for n, layer in enumerate(self._by_layer)}
+        return {numbers[layer]: one for layer, one in self._segmenters().items()}
 
     def _wants_cache(self, options: dict[str, Any], ragged: Ragged) -> bool:
         wanted = options.get("use_cache")
@@ -246,6 +280,7 @@ def attach(
     )
     if policy is None and recorded is not None:
         policy = record.read(recorded)
+        options = options | {"trainable": options.get("trainable") or recorded["trainable"]}
         chosen = [i for i, one in enumerate(policy) if one is not None]
     report = supported(model, chosen)
     if report.problems:
@@ -283,10 +318,14 @@ def _check_policies(wrapping: Wrapping) -> None:
     own = list(dict.fromkeys(policy for policy in wrapping.policies if policy is not None))
     for policy in own:
         require_weightless(policy)
+        learned = any(isinstance(spec, Learned | Router) for spec in score_specs(policy))
+        expected = "one without weights, or trainable=True"
+        require(not learned or wrapping.trainable, "policy: score", expected, policy.score)
         views = len(policy.views)
         expected = f"a number that divides the model's {kv_heads} KV heads"
         require(kv_heads % views == 0, "policy: views", expected, views)
-    if any(p.boundaries is not None and isinstance(p.reduction, MeanPool) for p in own):
+    means = [p for p in own if p.boundaries is not None and isinstance(p.reduction, MeanPool)]
+    if means and not wrapping.trainable:
         warnings.warn(f"dynchunk.wrap: {POOLING_COSTS}", UserWarning, stacklevel=4)
     if not wrapping.report.tested:
         warnings.warn(
