@@ -9,6 +9,7 @@ import transformers
 from torch import distributed, nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
 
 import dynchunk
 from dynchunk import BoundaryRule, FixedStride
@@ -275,16 +276,26 @@ def process_group():
     distributed.destroy_process_group()
 
 
-def test_gradients_of_a_distributed_model(process_group):
-    """One process: what matters is that the reducer finds every weight."""
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_gradients_of_a_distributed_model(family, kind, process_group):
+    """One process: what matters is that every weight is found, gathered and freed."""
     ids, mask = hf_models.batch((30, 39))
-    model, other = (hf_models.build("llama").train() for _ in range(2))
+    model, other = (hf_models.build(family).train() for _ in range(2))
     for one in (model, other):
         shake(dynchunk.wrap(one, LEARNED, trainable=True))
     loss_and_gradients(model, ids, mask)
-    loss_and_gradients(nn.parallel.DistributedDataParallel(other), ids, mask)
+    if kind == "ddp":
+        parallel = nn.parallel.DistributedDataParallel(other)
+    else:
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+        for layer in (*other.model.layers, other):
+            fully_shard(layer, mesh=mesh)
+        parallel = other
+    loss_and_gradients(parallel, ids, mask)
     for x, y in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(y.grad, x.grad)
+        found = y.grad.full_tensor() if kind == "fsdp2" else y.grad
+        torch.testing.assert_close(found, x.grad)
 
 
 def test_what_cannot_be_trained_is_refused():
