@@ -1,6 +1,7 @@
 """Wrapped models: equal to unwrapped ones where everything is kept, and to themselves elsewhere."""
 
 import copy
+import sys
 import warnings
 
 import hf_models
@@ -428,6 +429,12 @@ def test_policies_that_do_not_fit(policy, options, message, models):
     with pytest.raises(ValueError, match=message):
         wrap(model, policy, **options)
     assert type(model) is kind
+
+
+def test_without_transformers_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'dynchunk\[hf\]'"):
+        dynchunk.wrap(torch.nn.Linear(2, 2))
 
 
 def test_forwards_that_are_refused(models):
