@@ -152,7 +152,7 @@ class Wrapping:
         if cache is None and not torch.is_grad_enabled():
             cache = self.cache(rollback=0)  # for this forward
         if cache is not None:
-            cache.begin(ragged, tokens)
+            cache.begin(ragged, tokens, x.device)
         options["dynchunk"] = Forward(ragged, self._by_layer, cache, tokens, self.score, self.impl)
         return (), options
 
