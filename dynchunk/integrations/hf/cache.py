@@ -98,7 +98,11 @@ class ChunkedCache(TransformersCache):
     # A forward: begin, then every layer, then end
 
     def begin(
-        self, ragged: Ragged, tokens: Tensor | None = None, hidden: Tensor | None = None
+        self,
+        ragged: Ragged,
+        tokens: Tensor | None = None,
+        device: torch.device | str | None = None,
+        hidden: Tensor | None = None,
     ) -> None:
         """Announce new tokens, cut them into chunks, and let every layer with a policy take them.
 
@@ -108,12 +112,14 @@ class ChunkedCache(TransformersCache):
             Read with ``past=cache.real``.
         tokens : integer tensor [S], optional
             Their ids, packed. None: unknown (``inputs_embeds``), for policies that read none.
+        device : torch.device or str, optional
+            Of keys and values, for the first tokens. Default: that of ``tokens``, or the CPU.
         hidden : floating tensor [S, dim], optional
             What learned scores read.
         """
         sequences = len(ragged.cu_seqlens) - 1
         if self.state is None:
-            self._start(sequences, tokens, ragged.index)
+            self._start(sequences, device or ("cpu" if tokens is None else tokens.device))
         assert self.state is not None
         expected = f"{self.state.batch} rows, as the cache has"
         require(sequences == self.state.batch, "batch", expected, sequences)
@@ -245,10 +251,8 @@ class ChunkedCache(TransformersCache):
     def _native(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, ChunkedLayer)]
 
-    def _start(self, sequences: int, tokens: Tensor | None, index: Tensor | None) -> None:
+    def _start(self, sequences: int, device: torch.device | str) -> None:
         own = [policy for policy in self.policies if policy is not None]
-        known = [x.device for x in (tokens, index) if x is not None]
-        device = known[0] if known else torch.device("cpu")
         self.state = Cache(
             own, sequences, rollback=self.rollback, page_size=self.page_size, device=device
         )

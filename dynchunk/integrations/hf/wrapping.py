@@ -164,7 +164,7 @@ class Wrapping:
         if cache is None and not torch.is_grad_enabled():
             cache = self.cache(rollback=0)  # for this forward
         if cache is not None:
-            cache.begin(ragged, tokens, hidden)
+            cache.begin(ragged, tokens, x.device, hidden)
         forward = Forward(
             ragged, self._by_layer, cache, tokens, self.score, self.impl, segmenters, hidden
         )
