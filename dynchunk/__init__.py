@@ -5,6 +5,8 @@ The names below are the ones to start with; the rest is one level down: ``dynchu
 ``dynchunk.audit``. A boundary is the FIRST token of a chunk.
 """
 
+from typing import Any
+
 from dynchunk.boundaries import (
     BoundaryRule,
     DelimiterScore,
@@ -37,9 +39,25 @@ __all__ = [
     "SurprisalScore",
     "TilePlan",
     "agreement",
+    "attend",
     "calibrate",
     "cu_seqlens_from_mask",
     "pack",
     "plan_tiles",
     "unpack",
+    "unwrap",
+    "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs more than torch when it is first used."""
+    if name in ("unwrap", "wrap"):
+        from dynchunk.integrations import wrap as module
+
+        return getattr(module, name)
+    if name == "attend":
+        from dynchunk.integrations.torch_attention import attend
+
+        return attend
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

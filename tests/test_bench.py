@@ -15,12 +15,13 @@ SMALL = {
     "memory": ["--tokens", "256"],
     "train": ["--tokens", "128", "256"],
     "streaming": ["--lengths", "100", "200"],
+    "wrap": ["--context", "100", "--layers", "1", "--policy", "fixed 4"],
 }
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_small_runs_print_rows(name):
-    if name in ("prefill", "memory", "streaming"):
+    if name in ("prefill", "memory", "streaming", "wrap"):
         pytest.importorskip("transformers", minversion="5.24")
     script = bench._FOLDER / f"{name}.py"
     command = [sys.executable, script, "--json", "--repetitions", "1", *SMALL[name]]

@@ -148,6 +148,8 @@ class LayerCache:
             for g in range(len(self.policy.views)):
                 own_pages, seen = pages[g : g + 1], step.n_visible[g : g + 1]
                 found.append(decode_topk(q, keys, weights, own_pages, step.sequence, seen, topk))
+        if len(found) == 1:  # no copy: for a long prompt these lists are the largest thing there is
+            return found[0].indices[:, None]
         return torch.stack([best.indices for best in found], 1)
 
     def attend(
@@ -176,7 +178,7 @@ class LayerCache:
         tensor [S, H, D_v]
         """
         step, (k, v) = self.step, (self._read["k"], self._read.get("v"))
-        if indices is not None:
+        if indices is not None and indices.shape[1] != k.shape[1]:
             indices = indices.repeat_interleave(k.shape[1] // indices.shape[1], 1)
         attend = self._prefill if step.is_prefill else self._decode
         out = attend(q, k, v, indices, sink, scale, impl)

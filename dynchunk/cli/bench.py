@@ -25,6 +25,7 @@ _SCRIPTS = {
     "memory": "Peak memory of a prompt.",
     "train": "Forward and backward of one layer.",
     "streaming": "A streaming cache, token by token.",
+    "wrap": "A decode step of a wrapped model.",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from dynchunk.attention.policy import Policy
 from dynchunk.attention.scoring import Segmenter
 from dynchunk.boundaries import BoundaryRule
 from dynchunk.boundaries.scores.base import Score
-from dynchunk.cache import Cache
+from dynchunk.cache import Cache, LayerCache
 from dynchunk.cache.cache import ROLLBACK
 from dynchunk.integrations.hf.ragged import Mask, Ragged
 
@@ -106,26 +107,21 @@ class ChunkedCache(TransformersCache):
         tokens : integer tensor [S], optional
             Their ids, packed. None: unknown (``inputs_embeds``), for policies that read none.
         """
-        require(not ragged.is_packed, "position_ids", "one document a row, with a cache", ragged)
-        batch = ragged.batch
+        sequences = len(ragged.cu_seqlens) - 1
         if self.state is None:
-            own = [policy for policy in self.policies if policy is not None]
-            device = torch.device("cpu") if tokens is None else tokens.device
-            device = device if ragged.index is None else ragged.index.device
-            self.state = Cache(
-                own, batch, rollback=self.rollback, page_size=self.page_size, device=device
-            )
-            self._tokens = np.empty((batch, 0), np.int64)
+            self._start(sequences, tokens, ragged.index)
+        assert self.state is not None
         expected = f"{self.state.batch} rows, as the cache has"
-        require(batch == self.state.batch, "batch", expected, batch)
-        self._new = np.where(ragged.real, 0, _PADDING)
-        if self.score is not None and tokens is not None:
-            self._new[ragged.real] = tokens.detach().cpu().numpy()
+        require(sequences == self.state.batch, "batch", expected, sequences)
+        if not ragged.is_packed:
+            self._new = np.where(ragged.real, 0, _PADDING)
+            if self.score is not None and tokens is not None:
+                self._new[ragged.real] = tokens.detach().cpu().numpy()
         self.state.begin(ragged.cu_seqlens)
         size = int(ragged.cu_seqlens[-1])
         for leader in sorted(set(self.state.leaders)):
             policy = self.state.policies[leader]
-            ids, scores = self._inputs(policy, tokens, size)
+            ids, scores = self._inputs(policy, tokens, ragged.cu_seqlens)
             segmenter = self._segmenters.get(leader) or Segmenter(policy, 1)
             self.state.segment(leader, segmenter, ids, torch.zeros(size, 0), scores)
 
@@ -134,7 +130,7 @@ class ChunkedCache(TransformersCache):
         self._tokens = np.concatenate([self._tokens, self._new], 1)
         self._new = self._tokens[:, :0]
 
-    def layer(self, index: int) -> Any:
+    def layer(self, index: int) -> LayerCache:
         """Return the :class:`~dynchunk.cache.LayerCache` of a layer of the model."""
         assert self.state is not None
         return self.state.layers[self._numbers[index]]
@@ -153,6 +149,13 @@ class ChunkedCache(TransformersCache):
         storages = {x.untyped_storage().data_ptr(): x for x in tensors if x is not None}
         native = sum(int(x.untyped_storage().nbytes()) for x in storages.values())
         return native + self._tokens.nbytes + (0 if self.state is None else self.state.nbytes)
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the keys and values of all tokens seen, in the layers with a policy."""
+        if self.state is None:
+            return 0
+        return sum(self.state.lengths) * sum(map(_token_nbytes, self.state.layers))
 
     @property
     def batch_size(self) -> int:
@@ -223,7 +226,13 @@ class ChunkedCache(TransformersCache):
 
     def __repr__(self) -> str:
         lengths = [] if self.state is None else list(self.state.lengths)
-        return f"ChunkedCache(layers={len(self.layers)}, lengths={lengths}, nbytes={self.nbytes})"
+        share = (
+            f", {self.nbytes / self.full_nbytes:.3f} of a full cache" if self.full_nbytes else ""
+        )
+        return (
+            f"ChunkedCache(layers={len(self.layers)}, lengths={lengths}, "
+            f"nbytes={self.nbytes}{share})"
+        )
 
     def _own(self) -> Iterable[int]:
         return (i for i, policy in enumerate(self.policies) if policy is not None)
@@ -231,12 +240,21 @@ class ChunkedCache(TransformersCache):
     def _native(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, ChunkedLayer)]
 
+    def _start(self, sequences: int, tokens: Tensor | None, index: Tensor | None) -> None:
+        own = [policy for policy in self.policies if policy is not None]
+        known = [x.device for x in (tokens, index) if x is not None]
+        device = known[0] if known else torch.device("cpu")
+        self.state = Cache(
+            own, sequences, rollback=self.rollback, page_size=self.page_size, device=device
+        )
+        self._tokens = np.empty((sequences, 0), np.int64)
+
     def _inputs(
-        self, policy: Policy, tokens: Tensor | None, size: int
+        self, policy: Policy, tokens: Tensor | None, cu_seqlens: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the token ids that a policy scores, and the scores that are given to it."""
         if not isinstance(policy.boundaries, BoundaryRule):
-            return torch.zeros(size, dtype=torch.int64), None
+            return torch.zeros(int(cu_seqlens[-1]), dtype=torch.int64), None
         if tokens is None:
             raise ValueError(
                 "inputs_embeds: the policy's boundaries follow the ids of the tokens; pass "
@@ -244,27 +262,8 @@ class ChunkedCache(TransformersCache):
             )
         if policy.score is not None:
             return tokens, None
-        if self.score is None:
-            raise ValueError(
-                "score: the policy has boundaries and no score; pass wrap(..., score=...), such as "
-                "DelimiterScore.from_tokenizer(tokenizer)"
-            )
-        return tokens, self._scores(self.score).to(tokens.device)
-
-    def _scores(self, score: Score) -> Tensor:
-        """Score the new tokens, each with the tokens before it that it reads."""
-        reach = score.receptive_field
-        if reach is None:
-            raise ValueError("score: expected a bounded receptive field, got None")
-        rows = zip(self._tokens, self._new, strict=True)
-        new = [_real(row) for row in self._new]
-        known = [_real(row) for row, _ in rows]
-        past = [row[max(0, len(row) - reach) :] for row in known]
-        together = [np.concatenate(pair) for pair in zip(past, new, strict=True)]
-        cu = np.concatenate([[0], np.cumsum([len(row) for row in together])])
-        found = score(torch.from_numpy(np.concatenate(together)), torch.from_numpy(cu))
-        wanted = [np.arange(end - len(row), end) for end, row in zip(cu[1:], new, strict=True)]
-        return found[torch.from_numpy(np.concatenate(wanted))]
+        past = [row[row != _PADDING] for row in self._tokens]
+        return tokens, given_scores(self.score, tokens, cu_seqlens, past)
 
 
 class ChunkedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -307,6 +306,56 @@ def _native_layers(config: Any) -> dict[int, Any]:
     return dict(enumerate(DynamicCache(config=config).layers))
 
 
-def _real(row: NDArray[np.int64]) -> NDArray[np.int64]:
-    real: NDArray[np.int64] = row[row != _PADDING]
-    return real
+def _token_nbytes(layer: LayerCache) -> int:
+    """Bytes of one token's key and value."""
+    held = layer.rows or {name: x.flatten(0, 1) for name, x in layer.entries.items()}
+    rows = [held[name] for name in ("k", "v") if name in held]
+    return sum(math.prod(x.shape[1:]) * x.element_size() for x in rows)
+
+
+def given_scores(
+    score: Score | None,
+    tokens: Tensor,
+    cu_seqlens: Tensor,
+    past: Sequence[NDArray[np.int64]] | None = None,
+) -> Tensor:
+    """Score new tokens, each with those before it that the score reads.
+
+    Parameters
+    ----------
+    score : Score
+    tokens : integer tensor [S]
+        New ones, packed.
+    cu_seqlens : int64 tensor [B+1]
+    past : B arrays of token ids, optional
+        What came before.
+
+    Returns
+    -------
+    floating tensor [S]
+
+    Examples
+    --------
+    >>> from dynchunk.boundaries import HashScore
+    >>> tokens, whole = torch.tensor([3, 4, 5]), torch.tensor([0, 3])
+    >>> new = given_scores(HashScore(2), tokens[2:], torch.tensor([0, 1]), [np.array([3, 4])])
+    >>> new == given_scores(HashScore(2), tokens, whole)[2:]
+    tensor([True])
+    """
+    if score is None:
+        raise ValueError(
+            "score: the policy has boundaries and no score; pass wrap(..., score=...), such as "
+            "DelimiterScore.from_tokenizer(tokenizer)"
+        )
+    reach = score.receptive_field
+    if reach is None:
+        raise ValueError("score: expected a bounded receptive field, got None")
+    new = np.split(tokens.detach().cpu().numpy(), cu_seqlens.numpy()[1:-1])
+    before = [row[max(0, len(row) - reach) :] for row in past or [row[:0] for row in new]]
+    together = [np.concatenate(pair) for pair in zip(before, new, strict=True)]
+    ends = np.cumsum([len(row) for row in together])
+    found = score(
+        torch.from_numpy(np.concatenate(together)), torch.from_numpy(np.append([0], ends))
+    )
+    wanted = [np.arange(end - len(row), end) for end, row in zip(ends, new, strict=True)]
+    return found[torch.from_numpy(np.concatenate(wanted))].to(tokens.device)
