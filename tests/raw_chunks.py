@@ -1,5 +1,7 @@
 """Caches that keep raw chunks as loops over single tokens, in float64, one sequence at a time."""
 
+import copy
+
 import numpy as np
 import torch
 
@@ -55,6 +57,8 @@ class Loop:
 
     def crop(self, n):
         self.n, self.prompt = n, min(self.prompt, n)
+        if n == 0:
+            self.at, self.raw, self.kept = 0, 0, [[] for _ in self.kept]
 
     def far(self, t, n):
         """Chunks wholly before the window of token t, closed when n tokens have come."""
@@ -175,8 +179,14 @@ class Stream:
         assert_same(found, torch.cat(expected))
         self.cache.check()
 
+    def crop(self, lengths):
+        self.cache.crop(lengths)
+        for loop, n in zip(self.loops, lengths, strict=True):
+            loop.crop(n)
+
     def select(self, index):
         self.cache.select(index)
+        self.loops = [copy.deepcopy(self.loops[b]) for b in index]
         self.q, self.k, self.v = (x[index] for x in (self.q, self.k, self.v))
         self.scores = None if self.scores is None else self.scores[index]
 

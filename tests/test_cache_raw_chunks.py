@@ -201,6 +201,40 @@ def test_crop_of_tokens_after_an_eviction_or_a_prompt(policy):
 
 
 @policies
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_any_operations_then_tokens(policy, data, tmp_path_factory):
+    rows = data.draw(st.integers(1, 2))
+    one = stream(policy, n=45, rows=rows, seed=data.draw(st.integers(0, 99)))
+    one.cache.rollback = 6
+    steps = st.sampled_from(["feed", "feed", "feed", "crop", "select", "fork", "save"])
+    for step in ["feed", *data.draw(st.lists(steps, min_size=4, max_size=9)), "feed"]:
+        lengths, batch = one.cache.lengths, range(one.cache.batch)
+        if step == "feed":
+            counts = [data.draw(st.sampled_from([0, 1, 1, 3, LONG])) for _ in batch]
+            counts = [min(c, 45 - n) for c, n in zip(counts, lengths, strict=True)]
+            if sum(counts):
+                poison(one.cache)
+                one.check(counts)
+        elif step == "crop":
+            least = one.cache.croppable
+            to = [data.draw(st.integers(a, n)) for a, n in zip(least, lengths, strict=True)]
+            one.crop([0 if data.draw(st.integers(0, 9)) == 0 else n for n in to])
+        elif step == "select":
+            chosen = st.lists(st.sampled_from(batch), min_size=1, max_size=3)
+            one.select(data.draw(chosen))
+        elif step == "fork":
+            other = one.cache.fork()
+            poison(one.cache.check()).reset()
+            one.cache = other
+        else:
+            path = tmp_path_factory.mktemp("caches") / "cache"
+            one.cache.save(path)
+            one.cache = Cache.load(path, policy)
+        one.cache.check()
+
+
+@policies
 def test_crop_to_nothing_and_reset(policy):
     one, fresh = stream(policy, rows=2), stream(policy, rows=2)
     for count in (40, 1, 1):

@@ -85,10 +85,9 @@ def quest_scores(
     fits = shape and q.shape[1] == low.shape[2] and q.shape[0] % low.shape[1] == 0
     require(fits, "q", "[H, D] for low and high [N, H_kv, D]", (q.shape, low.shape, high.shape))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    grouped = q.to(wide).reshape(low.shape[1], -1, q.shape[1])  # [H_kv, H / H_kv, D]
-    low, high = (x.to(wide).permute(1, 2, 0) for x in (low, high))  # [H_kv, D, N]
-    centre, half = (high + low) / 2, (high - low) / 2
-    spread = (grouped**2 @ half**2).sqrt() if normalise else grouped.abs() @ half
     scale = q.shape[1] ** -0.5 if scale is None else scale
-    scores: Tensor = (grouped @ centre + spread) * scale
-    return scores.flatten(0, 1)
+    halved = (q.to(wide) * (scale / 2)).reshape(low.shape[1], -1, q.shape[1])  # [H_kv, M, D]
+    low, high = (x.to(wide).permute(1, 2, 0) for x in (low, high))  # [H_kv, D, N]
+    width = high - low
+    spread = (halved**2 @ width.square_()).sqrt_() if normalise else halved.abs() @ width
+    return (halved @ (high + low) + spread).flatten(0, 1)
