@@ -153,6 +153,14 @@ def test_what_keeps_everything_is_full_attention(policy):
         assert_same(one.feed([count]), plain.feed([count]))
 
 
+@policies
+def test_no_new_tokens(policy):
+    one = stream(policy)
+    for count in (0, 40, 0, 1, 0):
+        assert len(one.feed([count])) == count
+        one.cache.check()
+
+
 def test_a_query_reads_no_other_token():
     one = stream(select(share=0.2, window=3, first=2), heads=(2, 1))
     one.feed([50])

@@ -111,19 +111,23 @@ class SelectingLayer(LayerCache):
         scale: float | None,
         impl: str | None,
     ) -> Tensor:
-        """Decode some of the queries, a list for each query head: a group is as many queries."""
+        """Decode some of the queries, with a list for each query head.
+
+        ``decode`` has a list for each KV head: the query heads that share one are laid out as so
+        many queries.
+        """
         far, q = self._layout.far(rows), q[rows]
         self._scored = sum(len(one.bounds) for one in far if one.budget)
         stored, kv_heads = self._stored(k, v), k.shape[1]
         n_visible, nothing = stored.n_visible[:, rows], stored.n_visible.new_zeros(len(rows))
         boxes = (self.bounds[name].flatten(0, 1) for name in ("low", "high") if self.bounds)
         lists = choose_tokens(q, far, tuple(boxes), self._layout.spec, scale)
-        lists = lists.reshape(len(q), kv_heads, -1, lists.shape[2])  # [S, H_kv, H / H_kv, K]
+        group = q.shape[1] // kv_heads
+        lists = lists.reshape(len(q), kv_heads, group, lists.shape[2])
         stored = stored._replace(n_visible=n_visible, raw_begin=nothing[None])
         self._last = (stored, nothing, lists)
-        group = lists.shape[2]
         found = decode(
-            q.reshape(len(q), kv_heads, group, -1).transpose(1, 2).flatten(0, 1),
+            q.reshape(len(q), kv_heads, group, q.shape[2]).transpose(1, 2).flatten(0, 1),
             k,
             v,
             stored.k,
@@ -137,10 +141,11 @@ class SelectingLayer(LayerCache):
             scale=scale,
             impl=impl,
         )
-        out = found.out.reshape(len(q), group, kv_heads, -1).transpose(1, 2).flatten(1, 2)
+        shape = (len(q), group, kv_heads)
+        out = found.out.reshape(*shape, found.out.shape[2]).transpose(1, 2).flatten(1, 2)
         if sink is None:
             return out
-        lse = found.lse.reshape(len(q), group, kv_heads).transpose(1, 2).flatten(1)
+        lse = found.lse.reshape(shape).transpose(1, 2).flatten(1)
         of_rows = torch.sigmoid(lse - sink.to(lse.dtype))[..., None]
         return (out * of_rows).to(q.dtype)
 
@@ -164,7 +169,7 @@ def choose_tokens(
     int64 tensor [S, H, K]
         Numbers of tokens in their sequence, -1 for none.
     """
-    width = max(one.budget + len(one.always) for one in far)
+    width = max((one.budget + len(one.always) for one in far), default=0)
     lists = q.new_full((*q.shape[:2], width), -1, dtype=torch.int64)
     for row, query, one in zip(lists, q, far, strict=True):
         row[:, one.budget : one.budget + len(one.always)] = one.always
