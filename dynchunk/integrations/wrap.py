@@ -18,7 +18,7 @@ from dynchunk.integrations import torch_attention
 #: function, by ``config.model_type``.
 FAMILIES = {"deepseek_v4": "dynchunk.integrations.hf.deepseek_v4"}
 
-_STANDARD = "dynchunk.integrations.hf.wrapping"
+_STANDARD = "dynchunk.integrations.hf.decoder"
 
 
 def wrap(

@@ -24,8 +24,9 @@ from dynchunk.attention.scoring import Segmenter
 from dynchunk.boundaries import BoundaryRule
 from dynchunk.boundaries.scores.base import Score
 from dynchunk.cache.layer import require_weightless
-from dynchunk.integrations.hf.cache import ChunkedCache, given_scores
+from dynchunk.integrations.hf.cache import ChunkedCache
 from dynchunk.integrations.hf.ragged import Ragged
+from dynchunk.integrations.hf.scores import given_scores
 from dynchunk.integrations.hf.trainable import POOLING
 
 #: What the attention is called in a config.
