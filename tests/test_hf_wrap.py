@@ -290,6 +290,12 @@ def test_adapters_and_their_wrapping():
         torch.testing.assert_close(found[real], expected[real], atol=1e-4, rtol=1e-4)
         assert torch.equal(generate(wrapped, ids, mask, do_sample=False), text)
     assert (type(model), type(model.get_base_model())) == before
+    adapted = peft.get_peft_model(
+        wrap(hf_models.build("llama"), POLICIES["hash"]), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    assert isinstance(adapted(ids).cache, ChunkedCache)
+    dynchunk.unwrap(adapted)
+    assert type(adapted.get_base_model()) is transformers.LlamaForCausalLM
 
 
 def test_copies_of_a_wrapped_model_are_wrapped(models):

@@ -113,7 +113,9 @@ def unwrap(model: Any) -> Any:
     ValueError
         The model is not wrapped.
     """
-    found = model.__dict__.get("_dynchunk") if hasattr(model, "__dict__") else None
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    states = (getattr(one, "__dict__", {}).get("_dynchunk") for one in (model, inner))
+    found = next((state for state in states if state is not None), None)
     if found is None:
         raise ValueError(f"model: expected one that dynchunk.wrap returned, got {describe(model)}")
     found.detach()
