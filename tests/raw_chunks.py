@@ -146,7 +146,8 @@ class Loop:
 class Stream:
     """Random sequences of one length through one layer of a cache, and the loops beside it."""
 
-    def __init__(self, cache, chunks, heads, scores=None, sink=None, seed=0, D=6, D_v=5):
+    def __init__(self, cache, chunks, heads, scores=None, sink=None, seed=0, dtype=torch.float64):
+        D, D_v = 6, 5
         H, H_kv = heads
         n = chunks.num_tokens // chunks.num_sequences
         self.cache, self.scores, self.sink = cache, scores, sink
@@ -154,11 +155,16 @@ class Stream:
         self.q = normal(*shape, H, D, seed=seed) * 2
         self.k = normal(*shape, H_kv, D, seed=seed + 1)
         self.v = normal(*shape, H_kv, D_v, seed=seed + 2)
+        self.q, self.k, self.v = (x.to(dtype) for x in (self.q, self.k, self.v))
         policy = cache.policies[0]
         self.loops = [
-            Loop(policy, _sequence(chunks, b), *(x[b] for x in (self.q, self.k, self.v)), sink)
+            Loop(policy, _sequence(chunks, b), *(x[b].double() for x in self.qkv), sink)
             for b in range(shape[0])
         ]
+
+    @property
+    def qkv(self):
+        return self.q, self.k, self.v
 
     def feed(self, counts):
         """Give the cache the next tokens of each sequence."""
@@ -170,7 +176,7 @@ class Stream:
 
         cu = [0, *np.cumsum(counts).tolist()]
         self.cache.append(cu, () if self.scores is None else cut(self.scores))
-        return self.cache.layers[0].mix(*(cut(x) for x in (self.q, self.k, self.v)), sink=self.sink)
+        return self.cache.layers[0].mix(*map(cut, self.qkv), sink=self.sink)
 
     def check(self, counts):
         """Give them to the loops too, and compare."""
@@ -192,7 +198,12 @@ class Stream:
 
 
 def assert_same(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    """Equal to the last digits; 16 bits: in the mean."""
+    if found.dtype in (torch.bfloat16, torch.float16):
+        assert (found.double() - expected).norm() <= 5e-3 * expected.norm()
+    else:
+        atol = 1e-5 if found.dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(found.double(), expected.double(), rtol=atol, atol=atol)
 
 
 def _sequence(chunks, b):

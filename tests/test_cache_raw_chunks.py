@@ -50,7 +50,7 @@ evicting = pytest.mark.parametrize(
 )
 
 
-def stream(policy, n=60, rows=1, heads=(4, 2), sink=False, page_size=3, seed=0):
+def stream(policy, n=60, rows=1, heads=(4, 2), sink=False, page_size=3, seed=0, **options):
     cache = Cache(policy, rows, page_size=page_size)
     scores = None
     if isinstance(policy.boundaries, BoundaryRule):
@@ -59,7 +59,7 @@ def stream(policy, n=60, rows=1, heads=(4, 2), sink=False, page_size=3, seed=0):
     else:
         chunks = Chunks.fixed(policy.boundaries.stride, [n * b for b in range(rows + 1)])
     sinks = normal(heads[0], seed=9) if sink else None
-    return Stream(cache, chunks, heads, scores, sinks, seed)
+    return Stream(cache, chunks, heads, scores, sinks, seed, **options)
 
 
 def poison(cache):
@@ -109,6 +109,16 @@ def test_prompt_then_tokens(policy, heads, sink):
 
 
 @policies
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_dtype(policy, dtype):
+    one = stream(policy, dtype=dtype)
+    for count in (40, 1, 1, 5, LONG - 5, 1):
+        poison(one.cache)
+        one.check([count])
+    assert all(x.dtype == dtype for x in one.cache.layers[0].tensors() if x.is_floating_point())
+
+
+@policies
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_rows_of_a_ragged_batch_in_any_pieces(policy, data):
@@ -141,6 +151,14 @@ def test_what_keeps_everything_is_full_attention(policy):
     one, plain = stream(policy), stream(evict(window=999))
     for count in (LONG, LONG, 1, 4, 1, 1, 1):
         assert_same(one.feed([count]), plain.feed([count]))
+
+
+@policies
+def test_no_new_tokens(policy):
+    one = stream(policy)
+    for count in (0, 40, 0, 1, 0):
+        assert len(one.feed([count])) == count
+        one.cache.check()
 
 
 def test_a_query_reads_no_other_token():

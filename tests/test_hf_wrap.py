@@ -79,6 +79,20 @@ def test_keeping_everything_is_the_unwrapped_model(family, implementation, model
     assert torch.equal(again, text)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text"])
+def test_bfloat16_is_as_near_to_float32_as_unwrapped(family):
+    ids, mask = hf_models.batch((9, 30))
+    real, exact = mask.bool(), logits(hf_models.build(family), ids, mask)
+    model = hf_models.build(family).bfloat16()
+    off = (logits(model, ids, mask).float() - exact)[real].square().mean().sqrt()
+    with wrap(model):
+        found = logits(model, ids, mask)
+        assert found.dtype == torch.bfloat16
+        assert (found.float() - exact)[real].square().mean().sqrt() < 1.3 * off
+        text = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert text.shape == (2, 34)
+
+
 MODES = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "top_k": 10},
@@ -461,6 +475,30 @@ def test_forwards_that_are_refused(models):
         pytest.raises(ValueError, match="filled under another policy"),
     ):
         model(ids[:, :1], attention_mask=torch.cat([mask, mask[:, -1:]], 1), cache=cache)
+
+
+def test_after_a_forward_that_failed_a_cache_has_to_be_reset(models):
+    ids, mask = hf_models.batch((9, 12))
+    with wrap(models["gemma3_text"], POLICIES["fixed"]) as model:
+        expected = logits(model, ids, mask)
+        cache = model.dynchunk.cache()
+        fails = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+        fails_early = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+        for hook in (fails_early, fails):
+            with pytest.raises(ZeroDivisionError):
+                logits(model, ids, mask, cache=cache)
+            hook.remove()
+            cache.reset()
+        logits(model, ids, mask, cache=cache)
+        fails = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+        more = torch.nn.functional.pad(mask, (0, 1), value=1)
+        with pytest.raises(ZeroDivisionError):
+            model(ids[:, :1], attention_mask=more, cache=cache)
+        fails.remove()
+        with pytest.raises(RuntimeError, match="reset"):
+            model(ids[:, :1], attention_mask=more, cache=cache)
+        cache.reset()
+        torch.testing.assert_close(logits(model, ids, mask, cache=cache), expected)
 
 
 def test_embeddings_do_where_no_score_reads_ids(models):

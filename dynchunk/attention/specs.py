@@ -154,7 +154,10 @@ class Evict:
     """All of its raw tokens or none: :mod:`dynchunk.reduction.evict`.
 
     Each KV head of each layer keeps the chunks to which the last queries attended most, as many
-    tokens in each of them.
+    tokens in each of them. More than a few new tokens at once (16) are a part of a prompt: nothing
+    is evicted, attention is exact. The first few tokens after that begin with an eviction, so that
+    it does not matter how a prompt is split; a prompt that comes token by token counts as
+    generated.
 
     Parameters
     ----------
@@ -207,7 +210,8 @@ class TopK:
 class Quest:
     """Each query head reads the raw tokens of the chunks with the highest bounds on their logits.
 
-    The scores are those of :mod:`dynchunk.selection.quest`.
+    The scores are those of :mod:`dynchunk.selection.quest`. More than a few new tokens at once (16)
+    are a part of a prompt, whose attention is exact.
 
     Parameters
     ----------

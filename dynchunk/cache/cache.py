@@ -16,11 +16,13 @@ from dynchunk.attention.scoring import Segmenter, given_scores, score_specs
 from dynchunk.attention.specs import Evict, Quest
 from dynchunk.boundaries import SharePlan
 from dynchunk.cache.closings import Integers
-from dynchunk.cache.evicting import EvictingLayer, EvictingLayout
+from dynchunk.cache.evicting import EvictingLayout
+from dynchunk.cache.evicting_layer import EvictingLayer
 from dynchunk.cache.layer import LayerCache, row_nbytes
 from dynchunk.cache.layout import StreamLayout
 from dynchunk.cache.segments import Segments
-from dynchunk.cache.selecting import SelectingLayer, SelectingLayout
+from dynchunk.cache.selecting import SelectingLayout
+from dynchunk.cache.selecting_layer import SelectingLayer
 from dynchunk.chunks import Chunks, Kind, SequenceOffsets, _from_closings, as_cu_seqlens
 
 #: Tokens that a crop can take back, unless said otherwise.
