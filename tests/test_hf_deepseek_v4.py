@@ -590,6 +590,6 @@ def test_memory_is_linear_in_the_tokens():
         run, cwd=Path(__file__).parent, check=True, capture_output=True, text=True
     )
     mebibytes, held = map(float, found.stdout.split())
-    # A mask of 8192 x 8192 alone would take 256 MiB, and transformers takes more than 6000.
+    # A mask of 8192 x 8192 alone would take 256 MiB, and transformers takes more than 4000.
     assert mebibytes < 250
     assert held < 64 * 8192
