@@ -2,15 +2,14 @@
 
 One attention layer token by token; after every few tokens some of them are taken back, as in
 speculative decoding. Ours keeps a compressed cache, boundaries and all counted; the peers keep all
-keys and values: transformers' DynamicCache, and a buffer made large enough beforehand. All have
-the same weights and run in turn; figures are medians. ``ceiling`` is the time in which compiled
-code on all threads adds up as many bytes as ours holds and its weights have, over our time. The
-exponent is that of cost in the length.
+from common import read_work
+from memory import held_bytes
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import time
@@ -19,22 +18,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import read_work
+from memory import held_bytes
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
+from v4_layer import Pair
 
+import dynchunk
 from dynchunk import BoundaryRule, FixedStride
 from dynchunk.attention import ChunkedAttention, MeanPool, Policy
 from dynchunk.attention.rope import rotate
 from dynchunk.cache import Cache
+from dynchunk.integrations.hf.cache import ChunkedCache
 from dynchunk.ops.pool import pool
 
 DIM, HEADS, KV_HEADS, WIDTH = 512, 16, 4, 64
 PIECE = 1_000
-PEERS = ("buffer", "DynamicCache")
+PEERS = ("buffer", "DynamicCache", "V4 cache")
+KINDS = ("csa", "hca")
 
 POLICIES = {
     "fixed": Policy(FixedStride(4), window=128, reduction=MeanPool(), sink=False),
@@ -127,22 +130,36 @@ class Full:
         return tuple(buffer[:, :, : self.length] for buffer in self.buffers)
 
 
-class Ceiling:
-    """What has to be read for a token at least: the weights and what the cache holds, added up."""
+class V4:
+    """A DeepSeek V4 of one layer, wrapped or as it is."""
 
-    def __init__(self, layer: ChunkedAttention, nbytes: int) -> None:
-        weights = sum(x.numel() * x.element_size() for x in layer.parameters())
-        self.read = read_work(weights + nbytes)
+    def __init__(self, model: Any, tokens: int) -> None:
+        self.model, self.cache = model, None
+        for _ in range(tokens // PIECE):
+            self._forward(torch.randn(1, PIECE, model.config.hidden_size))
 
     def step(self, x: Tensor) -> None:
-        """Read all."""
-        self.read()
+        """Take a token."""
+        self._forward(x[None, :, : self.model.config.hidden_size])
 
     def take_back(self, n: int) -> None:
-        """There is nothing to drop."""
+        """Drop the last tokens, if it can."""
+        if isinstance(self.cache, ChunkedCache):
+            self.cache.crop(-n)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return held_bytes(self.cache)
+
+    def _forward(self, x: Tensor) -> None:
+        self.cache = self.model.model(inputs_embeds=x, cache=self.cache, use_cache=True).cache
 
 
-def seconds(run: Ours | Full | Ceiling, tokens: int, every: int, back: int) -> float:
+Run = Ours | Full | V4
+
+
+def seconds(run: Run, tokens: int, every: int, back: int) -> float:
     """Return the time per token, rollbacks included."""
     x = torch.randn(tokens, DIM)
     begin = time.perf_counter()
@@ -153,9 +170,7 @@ def seconds(run: Ours | Full | Ceiling, tokens: int, every: int, back: int) -> f
     return (time.perf_counter() - begin) / tokens
 
 
-def medians(
-    runs: dict[str, Ours | Full | Ceiling], arguments: argparse.Namespace
-) -> dict[str, float]:
+def medians(runs: dict[str, Run], arguments: argparse.Namespace) -> dict[str, float]:
     """Run all in turn, again and again."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for repetition in range(arguments.repetitions + 1):
@@ -192,48 +207,74 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     for layer in layers.values():
         layer.load_state_dict(layers["fixed"].state_dict())
+    models = {kind: Pair(kind, hidden=DIM // 2).model for kind in KINDS}
+    wrapped = {kind: dynchunk.wrap(copy.deepcopy(model)) for kind, model in models.items()}
     took: dict[str, dict[int, float]] = defaultdict(dict)
     rows = []
     for n in arguments.lengths:
-        ours = {name: Ours(layer, n) for name, layer in layers.items()}
-        peers = {peer: Full(layers["fixed"], n, dynamic=peer != "buffer") for peer in PEERS}
-        ceilings = {f"ceiling {x}": Ceiling(layers[x], run.nbytes) for x, run in ours.items()}
-        found = medians(ours | peers | ceilings, arguments)
-        for name in ours | peers:
-            took[name][n] = found[name]
-        for name, run in ours.items():
-            (chunks,) = run.cache.chunks()
-            rows.append(
-                {
-                    "tokens": n,
-                    "boundaries": name,
-                    "ratio": chunks.ratio,
-                    "ours": took[name][n],
-                    "peers": {peer: took[peer][n] for peer in PEERS},
-                    "times_faster": {peer: took[peer][n] / took[name][n] for peer in PEERS},
-                    "ceiling": found[f"ceiling {name}"] / found[name],
-                    "ours_bytes": run.nbytes,
-                    "peers_bytes": {peer: peers[peer].nbytes for peer in PEERS},
-                }
-            )
+        ours: dict[str, Run] = {name: Ours(layer, n) for name, layer in layers.items()}
+        peers: dict[str, Run] = {
+            "buffer": Full(layers["fixed"], n, dynamic=False),
+            "DynamicCache": Full(layers["fixed"], n, dynamic=True),
+        }
+        rows += compare(n, ours, dict.fromkeys(ours, peers), took, arguments)
+        ours = {f"V4 {kind}": V4(wrapped[kind], n) for kind in KINDS}
+        theirs = {f"V4 {kind}": {"V4 cache": V4(models[kind], n)} for kind in KINDS}
+        rows += compare(n, ours, theirs, took, arguments)
     return {"rows": rows, "exponents": {name: _exponent(times) for name, times in took.items()}}
+
+
+def compare(
+    n: int,
+    ours: dict[str, Run],
+    peers: dict[str, dict[str, Run]],
+    took: dict[str, dict[int, float]],
+    arguments: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Return a row for each of ours beside its peers, all run in turn."""
+    others = {(id(run), peer): run for mine in peers.values() for peer, run in mine.items()}
+    ceilings = {("ceiling", name): Ceiling(run) for name, run in ours.items()}
+    found = medians(ours | others | ceilings, arguments)
+    rows = []
+    for name, run in ours.items():
+        times = {peer: found[id(one), peer] for peer, one in peers[name].items()}
+        state = run.cache.state if isinstance(run, V4) else run.cache
+        took[name][n] = found[name]
+        for peer, time_of_peer in times.items():
+            took[f"{peer} beside {name}" if isinstance(run, V4) else peer][n] = time_of_peer
+        rows.append(
+            {
+                "tokens": n,
+                "boundaries": name,
+                "ratio": state.chunks()[0].ratio,
+                "ours": found[name],
+                "peers": times,
+                "times_faster": {peer: time / found[name] for peer, time in times.items()},
+                "ceiling": found["ceiling", name] / found[name],
+                "ours_bytes": run.nbytes,
+                "peers_bytes": {peer: one.nbytes for peer, one in peers[name].items()},
+            }
+        )
+    return rows
 
 
 def show(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Print the table."""
     every, back = arguments.every, arguments.back
     table = Table(title=f"a token of one layer, {back} taken back every {every}")
-    names = "context|boundaries|ratio|us|x buffer|x DynamicCache|bytes/token|x fewer|ceiling"
+    names = "context|boundaries|ratio|us|x buffer|x DynamicCache|x V4 cache|bytes/token|x fewer"
+    names += "|ceiling"
     for name in names.split("|"):
         table.add_column(name, justify="right")
     for row in result["rows"]:
-        faster = [f"{row['times_faster'][peer]:.2f}" for peer in PEERS]
-        fewer = row["peers_bytes"]["DynamicCache"] / row["ours_bytes"]
-        cells = (row["tokens"], row["boundaries"], f"{row['ratio']:.2f}")
-        per_token = f"{row['ours_bytes'] / row['tokens']:.0f}"
-        took, share = f"{row['ours'] * 1e6:.0f}", f"{row['ceiling']:.2f}"
-        table.add_row(*map(str, cells), took, *faster, per_token, f"{fewer:.2f}", share)
-    console = Console(width=100)
+        faster = row["times_faster"]
+        cells = [str(row["tokens"]), row["boundaries"], f"{row['ratio']:.2f}"]
+        cells += [f"{row['ours'] * 1e6:.0f}"]
+        cells += [f"{faster[peer]:.2f}" if peer in faster else "-" for peer in PEERS]
+        cells += [f"{row['ours_bytes'] / row['tokens']:.0f}"]
+        cells += [f"{max(row['peers_bytes'].values()) / row['ours_bytes']:.2f}"]
+        table.add_row(*cells, f"{row['ceiling']:.2f}")
+    console = Console(width=120)
     console.print(table)
     exponents = {name: round(x, 2) for name, x in result["exponents"].items()}
     console.print("cost ~ length ^", exponents)

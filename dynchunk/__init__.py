@@ -39,6 +39,7 @@ __all__ = [
     "SurprisalScore",
     "TilePlan",
     "agreement",
+    "attend",
     "calibrate",
     "cu_seqlens_from_mask",
     "pack",
@@ -55,4 +56,8 @@ def __getattr__(name: str) -> Any:
         from dynchunk.integrations import wrap as module
 
         return getattr(module, name)
+    if name == "attend":
+        from dynchunk.integrations.torch_attention import attend
+
+        return attend
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from v4_models import CSA, HCA, SLIDING, tiny
 
 from dynchunk.attention import Layout, csa, hca, one_chunk_each, sliding
 from dynchunk.attention.rope import rotate
@@ -14,57 +15,18 @@ transformers = pytest.importorskip(
     "transformers", minversion="5.24", reason="transformers >= 5.24 is not installed (extra hf)"
 )
 
+
 from dynchunk.integrations.deepseek_v4 import (  # noqa: E402
     attention_from_transformers,
     policy_of,
 )
 
-SLIDING, CSA, HCA = (
-    "sliding_attention",
-    "compressed_sparse_attention",
-    "heavily_compressed_attention",
-)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 TIE = 1e-6
 V4_YARN = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 65536}
 #: (stride of CSA, stride of HCA, window, tokens)
 SHAPES = [(4, 128, 128, 300), (3, 5, 16, 53), (5, 16, 16, 61), (16, 3, 128, 150)]
 IDS = ["r4-r128-W128-T300", "r3-r5-W16-T53", "r5-r16-W16-T61", "r16-r3-W128-T150"]
-
-
-def tiny(csa, hca, window, index_heads=8, topk=3, layers=(SLIDING, CSA, HCA), yarn=True):
-    """A random model whose biases, norms and sinks all matter."""
-    rope = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 32}
-    config = transformers.DeepseekV4Config(
-        vocab_size=64,
-        hidden_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=len(layers),
-        num_attention_heads=4,
-        head_dim=16,
-        q_lora_rank=24,
-        o_groups=2,
-        o_lora_rank=8,
-        partial_rotary_factor=0.5,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        layer_types=list(layers),
-        mlp_layer_types=["moe"] * len(layers),
-        compress_rates={CSA: csa, HCA: hca},
-        sliding_window=window,
-        index_n_heads=index_heads,
-        index_head_dim=8,
-        index_topk=topk,
-        rope_parameters=rope if yarn else None,
-        max_position_embeddings=512,
-        attn_implementation="eager",
-    )
-    model = transformers.DeepseekV4ForCausalLM(config).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model
 
 
 def record(model):

@@ -7,15 +7,18 @@ from dynchunk.attention.config import ModelConfig
 from dynchunk.attention.functional import attend_entries, chunk_attention
 from dynchunk.attention.indexer import Indexer
 from dynchunk.attention.layout import Layout, one_chunk_each
-from dynchunk.attention.policy import Policy, csa, csa2, full, hca, sliding
+from dynchunk.attention.policy import Policy, chunk_kv, csa, csa2, full, hca, quest, sliding
 from dynchunk.attention.specs import (
     All,
     AsScored,
+    Evict,
     GatedPool,
     Hash,
     Learned,
     MeanPool,
     Midpoints,
+    Quest,
+    Raw,
     Rescored,
     Rope,
     Router,
@@ -32,6 +35,7 @@ __all__ = [
     "ChunkedAttention",
     "ChunkedTransformer",
     "Compressor",
+    "Evict",
     "GatedPool",
     "Hash",
     "Indexer",
@@ -43,6 +47,8 @@ __all__ = [
     "ModelConfig",
     "Output",
     "Policy",
+    "Quest",
+    "Raw",
     "Rescored",
     "Rope",
     "Router",
@@ -52,12 +58,14 @@ __all__ = [
     "Yarn",
     "attend_entries",
     "chunk_attention",
+    "chunk_kv",
     "csa",
     "csa2",
     "full",
     "hca",
     "load",
     "one_chunk_each",
+    "quest",
     "save",
     "sliding",
 ]

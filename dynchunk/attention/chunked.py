@@ -76,6 +76,8 @@ class ChunkedAttention(nn.Module):
         super().__init__()
         for name, value in (("dim", dim), ("heads", heads), ("kv_heads", kv_heads)):
             require_int(name, value, 1)
+        expected = "one that pools (LayerCache.mix is for this one)"
+        require(not policy.keeps_raw_chunks, "policy", expected, policy.reduction)
         require(heads % kv_heads == 0, "heads", f"a multiple of kv_heads = {kv_heads}", heads)
         width = dim // heads if head_dim is None else require_int("head_dim", head_dim, 1)
         views = len(policy.views)
@@ -202,12 +204,14 @@ class ChunkedAttention(nn.Module):
 
     def _compressors(self, dim: int) -> tuple[Compressor | None, Compressor | None]:
         policy = self.policy
-        own = isinstance(policy.reduction, GatedPool) or policy.reduction.own
+        reduction = policy.reduction
+        assert isinstance(reduction, GatedPool | MeanPool)
+        own = isinstance(reduction, GatedPool) or reduction.own
         if policy.boundaries is None or not own:
             return None, None
-        size = (policy.reduction, dim, self.kv_heads, self.head_dim, policy.max_length)
+        size = (reduction, dim, self.kv_heads, self.head_dim, policy.max_length)
         of_v = None if self.shared_kv else Compressor(*size, norm=False)
-        return Compressor(*size, norm=policy.reduction.norm), of_v
+        return Compressor(*size, norm=reduction.norm), of_v
 
     def _entries(self, x: Tensor, k: Tensor, v: Tensor | None, layout: Layout) -> Entries:
         if self.policy.boundaries is None:

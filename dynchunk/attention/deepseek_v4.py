@@ -12,7 +12,7 @@ from dynchunk._checks import require
 from dynchunk.attention.chunked import Mixed
 from dynchunk.attention.compressor import EPS, Compressor
 from dynchunk.attention.functional import attend_entries
-from dynchunk.attention.indexer import Indexer, index_loss
+from dynchunk.attention.indexer import Choice, Choosing, Indexer, index_loss
 from dynchunk.attention.layout import Layout
 from dynchunk.attention.policy import Policy
 from dynchunk.attention.specs import GatedPool
@@ -33,7 +33,97 @@ class V4Sizes:
     output_rank: int = 1024
 
 
-class V4Attention(nn.Module):
+class V4Mixing:
+    """What a DeepSeek V4 layer does between its projections, wherever these are.
+
+    A subclass projects and pools; :class:`V4Attention` with weights of its own.
+    """
+
+    policy: Policy
+
+    def mix(self, x: Tensor, layout: Layout, impl: str | None = None) -> Mixed:
+        """Mix packed hidden states [T, dim] in a layout."""
+        total = layout.views[0].num_tokens
+        require(x.ndim == 2 and len(x) == total, "x", f"hidden states of {total} tokens", x)
+        low_rank, q = self.queries(layout.queries(x))
+        kv = self.keys(x)
+        entries = [kv.new_zeros(len(layout.views[0]), *kv.shape[1:])]
+        if self.policy.boundaries is not None:
+            entries = self.entries(x, layout.spans)
+        indices, loss = None, None
+        if (indexer := self.chooser()) is not None:
+            choice = indexer.choose(x.detach(), low_rank.detach(), layout)
+            indices, loss = choice.indices[0], self.loss(choice, q, entries, layout)
+        out = attend_entries(
+            q,
+            kv,
+            None,
+            entries,
+            None,
+            layout,
+            self.policy.rope,
+            indices=indices,
+            sink=self.sinks_of_heads(),
+            impl=impl,
+        )
+        return Mixed(self.output(out), loss)
+
+    @torch.no_grad()
+    def stream(self, x: Tensor, cache: LayerState, impl: str | None = None) -> Tensor:
+        """Mix new tokens [S, dim] whose past is in a cache, without a gradient."""
+        low_rank, q = self.queries(x)
+
+        def entries(rows: dict[str, Tensor], spans: tuple[Spans, ...]) -> tuple[list[Tensor], None]:
+            return self.entries(rows["x"], spans), None
+
+        out = attend_streaming(
+            q,
+            self.keys(x),
+            None,
+            x,
+            low_rank,
+            cache,
+            self.policy,
+            entries,
+            inputs={} if self.policy.boundaries is None else {"x": x},
+            indexer=self.chooser(),
+            sink=self.sinks_of_heads(),
+            impl=impl,
+        )
+        return self.output(out)
+
+    def queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries' low-rank form, which the indexer reads, and the queries."""
+        raise NotImplementedError
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Return the keys, which are the values, [T, 1, head_dim] before RoPE."""
+        raise NotImplementedError
+
+    def entries(self, x: Tensor, views: Sequence[Spans]) -> list[Tensor]:
+        """Return the entries [N, 1, head_dim] before RoPE, of spans of the hidden states."""
+        raise NotImplementedError
+
+    def chooser(self) -> Choosing | None:
+        """Return the indexer, if there is one."""
+        raise NotImplementedError
+
+    def loss(
+        self, choice: Choice, q: Tensor, entries: list[Tensor], layout: Layout
+    ) -> Tensor | None:
+        """Return what trains the indexer, None for nothing."""
+        return None
+
+    def sinks_of_heads(self) -> Tensor | None:
+        """Return the sinks [heads]."""
+        raise NotImplementedError
+
+    def output(self, out: Tensor) -> Tensor:
+        """Project the heads' outputs [S, heads, head_dim] to [S, dim]."""
+        raise NotImplementedError
+
+
+class V4Attention(V4Mixing, nn.Module):
     """Shared-KV attention with low-rank queries and a grouped low-rank output (DeepSeek V4).
 
     One KV head is key and value. Queries are projected through ``query_rank``, which the indexer
@@ -107,69 +197,44 @@ class V4Attention(nn.Module):
         expected = "either chunks or a cache"
         require((chunks is None) != (cache is None), "chunks", expected, (chunks, cache))
         if cache is not None:
-            return Mixed(self._stream(x, cache, impl), None)
+            return Mixed(self.stream(x, cache, impl), None)
         assert chunks is not None
         layout = chunks if isinstance(chunks, Layout) else Layout.of(self.policy, chunks)
-        total = layout.views[0].num_tokens
-        require(x.ndim == 2 and len(x) == total, "x", f"hidden states of {total} tokens", x)
-        low_rank, q = self._queries(layout.queries(x))
-        kv = self.kv_norm(self.kv_proj(x))[:, None]
-        entries = [kv.new_zeros(len(layout.views[0]), *kv.shape[1:])]
-        if self.compressor is not None:
-            entries = self.compressor(x, layout)
-        indices, loss = None, None
-        if self.indexer is not None:
-            choice = self.indexer(x.detach(), low_rank.detach(), layout)
-            indices = choice.indices[0]
-            if torch.is_grad_enabled():
-                loss = index_loss(choice, q, entries, layout, self.policy.rope)
-        out = attend_entries(
-            q,
-            kv,
-            None,
-            entries,
-            None,
-            layout,
-            self.policy.rope,
-            indices=indices,
-            sink=self.sink,
-            impl=impl,
-        )
-        return Mixed(self._output(out), loss)
+        return self.mix(x, layout, impl)
 
-    @torch.no_grad()
-    def _stream(self, x: Tensor, cache: LayerState, impl: str | None) -> Tensor:
-        low_rank, q = self._queries(x)
-        kv = self.kv_norm(self.kv_proj(x))[:, None]
-        compressor = self.compressor
-
-        def entries(rows: dict[str, Tensor], spans: tuple[Spans, ...]) -> tuple[list[Tensor], None]:
-            assert compressor is not None
-            return compressor.pool(rows["x"], spans), None
-
-        out = attend_streaming(
-            q,
-            kv,
-            None,
-            x,
-            low_rank,
-            cache,
-            self.policy,
-            entries,
-            inputs={} if compressor is None else {"x": x},
-            indexer=self.indexer,
-            sink=self.sink,
-            impl=impl,
-        )
-        return self._output(out)
-
-    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries' low-rank form, which the indexer reads, and the queries."""
         low_rank = self.q_a_norm(self.q_a_proj(x))
         q = self.q_b_proj(low_rank).unflatten(-1, (self.sizes.heads, self.sizes.head_dim))
         return low_rank, self.q_b_norm(q)
 
-    def _output(self, out: Tensor) -> Tensor:
+    def keys(self, x: Tensor) -> Tensor:
+        """Return the keys, which are the values, [T, 1, head_dim] before RoPE."""
+        kv: Tensor = self.kv_norm(self.kv_proj(x))[:, None]
+        return kv
+
+    def entries(self, x: Tensor, views: Sequence[Spans]) -> list[Tensor]:
+        """Return the entries [N, 1, head_dim] before RoPE, of spans of the hidden states."""
+        assert self.compressor is not None
+        return self.compressor.pool(x, views)
+
+    def chooser(self) -> Choosing | None:
+        """Return the indexer, if there is one."""
+        return self.indexer
+
+    def loss(
+        self, choice: Choice, q: Tensor, entries: list[Tensor], layout: Layout
+    ) -> Tensor | None:
+        """Return the index loss where there are gradients."""
+        if not torch.is_grad_enabled():
+            return None
+        return index_loss(choice, q, entries, layout, self.policy.rope)
+
+    def sinks_of_heads(self) -> Tensor | None:
+        """Return the sinks [heads]."""
+        return self.sink
+
+    def output(self, out: Tensor) -> Tensor:
         """Project the heads' outputs [S, heads, head_dim] to [S, dim]."""
         grouped = out.reshape(len(out), *self.o_a_weight.shape[::2])
         low_rank = torch.einsum("tgi,goi->tgo", grouped, self.o_a_weight)

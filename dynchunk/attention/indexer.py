@@ -24,7 +24,43 @@ class Choice(NamedTuple):
     indices: list[Tensor]  #: int64 [S, K] per view, -1 = none
 
 
-class Indexer(nn.Module):
+class Choosing:
+    """How a lightning indexer chooses, wherever its weights are: a subclass projects."""
+
+    topk: TopK
+    rope: Rope | None
+
+    def choose(self, x: Tensor, query: Tensor, layout: Layout) -> Choice:
+        """Choose for every query, from hidden states [T, dim] and ``query`` [S, query_dim]."""
+        q, weights = self.queries(layout.queries(x), query, layout.query_position)
+        choice = Choice([], [])
+        for view, keys in enumerate(self.keys(x, layout.spans, layout.entry_position)):
+            best = index_topk(q, keys, weights, layout.read(view), self.topk.k)
+            choice.scores.append(best.scores)
+            choice.indices.append(best.indices)
+        return choice
+
+    def queries(self, x: Tensor, query: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Return index queries [S, heads, dim] after RoPE and the weights [S, heads] of heads."""
+        q, weights = self.project(x, query)
+        q = q.reshape(len(q), self.topk.heads, self.topk.dim)
+        return rotate(q, position, self.rope), weights * self.topk.heads**-0.5
+
+    def keys(self, x: Tensor, views: Sequence[Spans], position: Sequence[Tensor]) -> list[Tensor]:
+        """Return index keys [N_g, dim] after RoPE, of spans of the hidden states in each view."""
+        entries = zip(self.pool(x, views), position, strict=True)
+        return [rotate(of_view[:, 0], at, self.rope) for of_view, at in entries]
+
+    def project(self, x: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries [S, heads * dim] before RoPE and the weights [S, heads] as projected."""
+        raise NotImplementedError
+
+    def pool(self, x: Tensor, views: Sequence[Spans]) -> list[Tensor]:
+        """Return the indexer's entries [N_g, 1, dim] of each view before RoPE."""
+        raise NotImplementedError
+
+
+class Indexer(Choosing, nn.Module):
     """DeepSeek V4's lightning indexer: own small entries, scored by several small heads.
 
     Parameters
@@ -86,24 +122,15 @@ class Indexer(nn.Module):
 
     def forward(self, x: Tensor, query: Tensor, layout: Layout) -> Choice:
         """Choose for every query, from hidden states [T, dim] and ``query`` [S, query_dim]."""
-        q, weights = self.queries(layout.queries(x), query, layout.query_position)
-        choice = Choice([], [])
-        for view, keys in enumerate(self.keys(x, layout.spans, layout.entry_position)):
-            best = index_topk(q, keys, weights, layout.read(view), self.topk.k)
-            choice.scores.append(best.scores)
-            choice.indices.append(best.indices)
-        return choice
+        return self.choose(x, query, layout)
 
-    def queries(self, x: Tensor, query: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Return index queries [S, heads, dim] after RoPE and the weights [S, heads] of heads."""
-        q = self.q_proj(query).unflatten(-1, (self.topk.heads, self.topk.dim))
-        weights = self.weights_proj(x) * self.topk.heads**-0.5
-        return rotate(q, position, self.rope), weights
+    def project(self, x: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries [S, heads * dim] before RoPE and the weights [S, heads] as projected."""
+        return self.q_proj(query), self.weights_proj(x)
 
-    def keys(self, x: Tensor, views: Sequence[Spans], position: Sequence[Tensor]) -> list[Tensor]:
-        """Return index keys [N_g, dim] after RoPE, of spans of the hidden states in each view."""
-        entries = zip(self.compressor.pool(x, views), position, strict=True)
-        return [rotate(of_view[:, 0], at, self.rope) for of_view, at in entries]
+    def pool(self, x: Tensor, views: Sequence[Spans]) -> list[Tensor]:
+        """Return the indexer's entries [N_g, 1, dim] of each view before RoPE."""
+        return self.compressor.pool(x, views)
 
 
 def index_loss(

@@ -60,6 +60,8 @@ class Layout:
         >>> Layout.of(csa(), Chunks.fixed(4, 9)).entry_position
         (tensor([0, 4, 8]),)
         """
+        pooled = not policy.keeps_raw_chunks
+        require(pooled, "policy", "one that pools (a Cache is for this one)", policy.reduction)
         scored = (chunks,) if isinstance(chunks, Chunks) else tuple(chunks)
         views = _views(policy, scored)
         cu = views[0].cu_seqlens

@@ -10,9 +10,12 @@ from dynchunk.attention import specs
 from dynchunk.attention.specs import (
     All,
     AsScored,
+    Evict,
     GatedPool,
     MeanPool,
     Midpoints,
+    Quest,
+    Raw,
     Reduction,
     Rope,
     ScoreSpec,
@@ -45,10 +48,11 @@ class Policy:
     views : tuple of AsScored, Shifted, Midpoints, Rescored
         G views of the chunks. KV heads are split over them in order; a number of KV heads that G
         does not divide is split by channels: each head becomes G heads of 1 / G of the channels.
-    reduction : GatedPool or MeanPool
-        What a chunk leaves.
-    selection : All or TopK
-        Which visible entries a query reads.
+    reduction : GatedPool, MeanPool, Raw or Evict
+        What a chunk leaves. ``Raw`` and ``Evict`` need no training: they are for models that were
+        trained with full attention, with one view and ``cover="tail"``.
+    selection : All, TopK or Quest
+        Which visible entries a query reads; ``Quest``: which raw chunks.
     window : int >= 0 or None
         Raw tokens that a query reads, itself included. None: all before it.
     cover : {"window", "tail"}
@@ -98,10 +102,31 @@ class Policy:
             rescored = [view for view in self.views if isinstance(view, specs.Rescored)]
             require(self.score is None, "score", "None for a fixed stride", self.score)
             require(not rescored, "views", "no other score for a fixed stride", rescored)
+        self._check_raw_chunks()
         if self.boundaries is not None and self.window is not None and self.cover == "window":
             expected = f"at least {self.min_window} (every token raw until its entry is readable)"
             is_seen = self.allow_unseen or self.window >= self.min_window
             require(is_seen, "window", expected, self.window)
+
+    def _check_raw_chunks(self) -> None:
+        kind = type(self.reduction).__name__
+        if isinstance(self.selection, Quest):
+            require(isinstance(self.reduction, Raw), "reduction", "Raw() with Quest", kind)
+        if not self.keeps_raw_chunks:
+            return
+        require(self.boundaries is not None, "boundaries", f"a rule with {kind}", None)
+        require(len(self.views) == 1, "views", f"one with {kind}", self.views)
+        require(self.window is not None, "window", f"an integer >= 0 with {kind}", None)
+        require(self.cover == "tail", "cover", f"'tail' with {kind}", self.cover)
+        read = (All, Quest) if isinstance(self.reduction, Raw) else (All,)
+        names = " or ".join(one.__name__ for one in read)
+        fits = isinstance(self.selection, read)
+        require(fits, "selection", f"{names} with {kind}", self.selection)
+
+    @property
+    def keeps_raw_chunks(self) -> bool:
+        """Whether what a chunk leaves are raw tokens, all or some, and no new entry."""
+        return isinstance(self.reduction, Raw | Evict)
 
     @property
     def min_window(self) -> int:
@@ -159,8 +184,8 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "boundaries": (BoundaryRule, FixedStride),
     "score": (specs.Hash, specs.TokenClasses, specs.Learned, specs.Router),
     "views": (tuple,),
-    "reduction": (GatedPool, MeanPool),
-    "selection": (All, TopK),
+    "reduction": (GatedPool, MeanPool, Raw, Evict),
+    "selection": (All, TopK, Quest),
     "rope": (Rope,),
 }
 
@@ -231,4 +256,51 @@ def csa2() -> Policy:
         boundaries=FixedStride(2),
         reduction=GatedPool(slot_bias=False),
         selection=TopK(512, heads=32),
+    )
+
+
+def quest(
+    boundaries: Rule,
+    score: ScoreSpec | None = None,
+    *,
+    share: float = 0.125,
+    window: int = 64,
+) -> Policy:
+    """Full attention of which each decode step reads a share (Tang et al., arXiv 2406.10774).
+
+    >>> quest(FixedStride(4)).selection
+    Quest(share=0.125, k=None, first=4, normalise=True)
+    """
+    return Policy(
+        boundaries,
+        score,
+        reduction=Raw(),
+        selection=Quest(share),
+        window=window,
+        cover="tail",
+        sink=False,
+        rope=None,
+    )
+
+
+def chunk_kv(
+    boundaries: Rule,
+    score: ScoreSpec | None = None,
+    *,
+    ratio: float = 4.0,
+    window: int = 64,
+) -> Policy:
+    """Full attention of which whole chunks are evicted (ChunkKV: Liu et al., arXiv 2502.00299).
+
+    >>> chunk_kv(FixedStride(8)).reduction
+    Evict(ratio=4.0, observe=32, first=4, per_token=True)
+    """
+    return Policy(
+        boundaries,
+        score,
+        reduction=Evict(ratio),
+        window=window,
+        cover="tail",
+        sink=False,
+        rope=None,
     )

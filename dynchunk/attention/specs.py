@@ -144,7 +144,47 @@ class GatedPool:
     norm: bool = True
 
 
-Reduction = MeanPool | GatedPool
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Its raw tokens: nothing is lost, and a selection says which of them a query reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """All of its raw tokens or none: :mod:`dynchunk.reduction.evict`.
+
+    Each KV head of each layer keeps the chunks to which the last queries attended most, as many
+    tokens in each of them. More than a few new tokens at once (16) are a part of a prompt: nothing
+    is evicted, attention is exact. The first few tokens after that begin with an eviction, so that
+    it does not matter how a prompt is split; a prompt that comes token by token counts as
+    generated.
+
+    Parameters
+    ----------
+    ratio : float >= 1
+        Of the tokens before the window, and after the first ones, 1 in ``ratio`` is kept.
+    observe : int >= 1
+        How many of the last queries score the chunks. While tokens are generated, chunks are
+        evicted again after so many tokens.
+    first : int >= 0
+        A chunk that has one of so many first tokens is never evicted (attention sinks: Xiao et al.,
+        arXiv 2309.17453).
+    per_token : bool
+        A chunk's score is divided by its tokens: what it is worth for what it costs.
+    """
+
+    ratio: float = 4.0
+    observe: int = 32
+    first: int = 4
+    per_token: bool = True
+
+    def __post_init__(self) -> None:
+        require(1 <= self.ratio < math.inf, "ratio", "a finite number >= 1", self.ratio)
+        require_int("observe", self.observe, 1)
+        require_int("first", self.first, 0)
+
+
+Reduction = MeanPool | GatedPool | Raw | Evict
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +206,47 @@ class TopK:
         require_int("dim", self.dim, 1)
 
 
-Selection = All | TopK
+@dataclass(frozen=True, slots=True)
+class Quest:
+    """Each query head reads the raw tokens of the chunks with the highest bounds on their logits.
+
+    The scores are those of :mod:`dynchunk.selection.quest`. More than a few new tokens at once (16)
+    are a part of a prompt, whose attention is exact.
+
+    Parameters
+    ----------
+    share : float in (0, 1], or None
+        Of the tokens before the window, and after the first ones, that a query head reads.
+    k : int >= 0, or None
+        So many tokens instead, however long the context is; then ``share`` is None.
+    first : int >= 0
+        Tokens at the start of the sequence that every query reads (attention sinks).
+    normalise : bool
+        Take the bound's dependence on the chunk's length away.
+    """
+
+    share: float | None = 0.125
+    k: int | None = None
+    first: int = 4
+    normalise: bool = True
+
+    def __post_init__(self) -> None:
+        one = (self.share is None) != (self.k is None)
+        require(one, "share, k", "one of them, the other None", (self.share, self.k))
+        if self.share is not None:
+            require(0 < self.share <= 1, "share", "a number in (0, 1], or None", self.share)
+        if self.k is not None:
+            require_int("k", self.k, 0)
+        require_int("first", self.first, 0)
+
+    def budget(self, far: int) -> int:
+        """Return how many of ``far`` tokens a query head reads."""
+        if self.k is not None:
+            return min(far, self.k)
+        return int(far * (self.share or 0))
+
+
+Selection = All | TopK | Quest
 
 
 @dataclass(frozen=True, slots=True)

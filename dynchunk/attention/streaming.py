@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynchunk._checks import require
 from dynchunk.attention.functional import slope_entries, slope_keys, slope_queries
-from dynchunk.attention.indexer import Indexer
+from dynchunk.attention.indexer import Choosing
 from dynchunk.attention.policy import Policy
 from dynchunk.attention.rope import rotate
 from dynchunk.attention.scoring import Segmenter
@@ -122,7 +122,7 @@ def attend_streaming(
     entries: MakeEntries,
     *,
     inputs: dict[str, Tensor],
-    indexer: Indexer | None = None,
+    indexer: Choosing | None = None,
     sink: Tensor | None = None,
     slopes: Tensor | None = None,
     impl: str | None = None,

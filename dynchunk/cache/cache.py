@@ -13,11 +13,16 @@ from dynchunk._checks import require, require_int
 from dynchunk.attention.config import ModelConfig
 from dynchunk.attention.policy import Policy
 from dynchunk.attention.scoring import Segmenter, given_scores, score_specs
+from dynchunk.attention.specs import Evict, Quest
 from dynchunk.boundaries import SharePlan
 from dynchunk.cache.closings import Integers
-from dynchunk.cache.layer import LayerCache
+from dynchunk.cache.evicting import EvictingLayout
+from dynchunk.cache.evicting_layer import EvictingLayer
+from dynchunk.cache.layer import LayerCache, row_nbytes
 from dynchunk.cache.layout import StreamLayout
 from dynchunk.cache.segments import Segments
+from dynchunk.cache.selecting import SelectingLayout
+from dynchunk.cache.selecting_layer import SelectingLayer
 from dynchunk.chunks import Chunks, Kind, SequenceOffsets, _from_closings, as_cu_seqlens
 
 #: Tokens that a crop can take back, unless said otherwise.
@@ -67,6 +72,7 @@ class Cache:
     (3, 4)
     """
 
+    layouts: list[StreamLayout]
     _lengths: Integers
     _floor: Integers
 
@@ -88,6 +94,9 @@ class Cache:
         n = len(self.leaders)
         require(n == len(self.policies), "sharing", f"{len(self.policies)} layers", sharing)
         self.rollback = rollback if rollback is None else require_int("rollback", rollback, 0)
+        evicting = any(isinstance(p.reduction, Evict) for p in self.policies)
+        expected = "a number of tokens: what is evicted cannot come back"
+        require(rollback is not None or not evicting, "rollback", expected, rollback)
         self.page_size = require_int("page_size", page_size, 1)
         self.device = torch.device(device)
         self._build(require_int("batch", batch, 0))
@@ -128,13 +137,11 @@ class Cache:
         return tuple(self._lengths.tolist())
 
     def physical_lengths(self, layer: int) -> tuple[int, ...]:
-        """Return for each sequence how many entries of all views and raw rows a layer holds."""
-        layout = self.layout(layer)
-        raw = layout.map.end - layout.map.begin
-        views = range(len(layout.policy.views))
-        return tuple(
-            int(raw[b]) + sum(layout.entries(g, b) for g in views) for b in range(self.batch)
-        )
+        """Return for each sequence how many entries of all views and raw rows a layer holds.
+
+        Where KV heads keep chunks of their own, those of the head that holds most are counted.
+        """
+        return tuple(self.layers[layer].physical_length(b) for b in range(self.batch))
 
     @property
     def croppable(self) -> tuple[int, ...]:
@@ -150,18 +157,19 @@ class Cache:
     @property
     def logical_nbytes(self) -> int:
         """Bytes of the entries and raw rows that are in use, those of a shared page each time."""
-        total = 0
-        for layer, state in enumerate(self.layers):
-            layout = self.layout(layer)
-            views = range(len(layout.policy.views))
-            entries = sum(layout.entries(g, b) for g in views for b in range(self.batch))
-            raw = int((layout.map.end - layout.map.begin).sum())
-            total += entries * sum(_row_nbytes(x[0]) for x in state.entries.values() if len(x))
-            total += raw * sum(_row_nbytes(x) for x in state.rows.values())
+        total = sum(state.logical_nbytes for state in self.layers)
         for segments in self._segments.values():
             raw = int((segments.map.end - segments.map.begin).sum())
-            total += raw * sum(_row_nbytes(x) for x in segments.rows.values())
+            total += raw * sum(map(row_nbytes, segments.rows.values()))
         return total
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that the last step of a few tokens read, of all layers: each row once per KV head.
+
+        Keys, values, biases and the bounds that a selection scores; index keys are not counted.
+        """
+        return sum(state.read_nbytes for state in self.layers)
 
     def chunks(self, layer: int = 0) -> tuple[Chunks, ...]:
         """Return the chunks so far in each of a layer's views; kinds are not kept."""
@@ -226,6 +234,7 @@ class Cache:
         expected = f"offsets of {self.batch} sequences"
         require(len(cu_seqlens) == self.batch + 1, "cu_seqlens", expected, cu_seqlens.tolist())
         self._counts = cu_seqlens.diff().cpu().numpy()
+        self._least = np.max([layout.plan(self._counts) for layout in self.layouts], 0)
 
     def segment(
         self,
@@ -257,7 +266,7 @@ class Cache:
     def _advance(self, leader: int, scores: Sequence[Tensor]) -> None:
         segments = self._segments[leader]
         segments.append(self._counts, scores)
-        floor = self._floor
+        floor = np.maximum(self._floor, self._least)
         if self.rollback is not None:
             floor = np.maximum(floor, segments.lengths - self.rollback)
         layouts = [self.layouts[i] for i in self._followers[leader]]
@@ -301,14 +310,21 @@ class Cache:
         wanted = np.minimum(lengths, np.where(wanted < 0, np.maximum(0, lengths + wanted), wanted))
         for b, (to, floor) in enumerate(zip(wanted.tolist(), self._floor.tolist(), strict=True)):
             if 0 < to < floor:
-                raise ValueError(
-                    f"n: sequence {b} has lost the raw tokens to go back from {lengths[b]} to "
-                    f"{to}; it can go back to {floor} (rollback={self.rollback}), or to 0: build "
-                    "the cache with a larger rollback, or None for any length"
-                )
+                self._refuse(b, to, floor)
         for b in np.flatnonzero(wanted < lengths).tolist():
             self._truncate(b, int(wanted[b]))
         self._give_back()
+
+    def _refuse(self, b: int, to: int, floor: int) -> None:
+        why = f"(rollback={self.rollback})"
+        advice = "build the cache with a larger rollback, or None for any length"
+        if any(isinstance(x, EvictingLayout) and x.at[b] == floor for x in self.layouts):
+            why = "(chunks were evicted then)"
+            advice = "keep a fork() from before, or crop to 0 and append its tokens again"
+        raise ValueError(
+            f"n: sequence {b} has lost the raw tokens to go back from {self._lengths[b]} to {to}; "
+            f"it can go back to {floor} {why}, or to 0: {advice}"
+        )
 
     def reset(self, rows: int | Sequence[int] | None = None) -> None:
         """Forget all tokens, of all sequences or of some of them, and give their memory back.
@@ -333,8 +349,8 @@ class Cache:
         self._lengths, self._floor = self._lengths[index], self._floor[index]
         for segments in self._segments.values():
             segments.select(index)
-        for layer, state in enumerate(self.layers):
-            state.rows.select(index, self.layout(layer).map)
+        for state in self.layers:
+            state.select(index)
         for layout in self.layouts:
             layout.select(index)
         self._give_back()
@@ -433,7 +449,7 @@ class Cache:
 
     def _build(self, batch: int) -> None:
         self.set_lengths(np.zeros(batch, np.int64), np.zeros(batch, np.int64))
-        self._counts = np.zeros(batch, np.int64)
+        self._counts, self._least = np.zeros((2, batch), np.int64)
         self._segments = {
             leader: Segments(self.policies[leader], batch) for leader in sorted(set(self.leaders))
         }
@@ -445,7 +461,7 @@ class Cache:
             for leader in self._segments
         }
         self.layouts = [
-            StreamLayout(
+            _parts(policy)[0](
                 policy,
                 self._segments[leader],
                 self._layout_of.count(i),
@@ -456,7 +472,7 @@ class Cache:
         ]
         slots = [self._layout_of[:layer].count(i) for layer, i in enumerate(self._layout_of)]
         self.layers = tuple(
-            LayerCache(self.layouts[i], slot)
+            _parts(self.layouts[i].policy)[1](self.layouts[i], slot)
             for i, slot in zip(self._layout_of, slots, strict=True)
         )
 
@@ -471,16 +487,22 @@ class Cache:
             segments.truncate(b, n)
         for layout in self.layouts:
             layout.truncate(b, n)
+        for state in self.layers:
+            state.truncate(b, n)
 
     def _give_back(self) -> None:
         """Return memory that a crop or a choice of sequences has left unused."""
         for i, layout in enumerate(self.layouts):
-            layout.table.pool.shrink()
-            if layout.map.is_loose:
-                move = layout.map.repack()
-                for layer, j in enumerate(self._layout_of):
-                    if i == j:
-                        self.layers[layer].rows.repack(move)
+            states = [self.layers[layer] for layer, j in enumerate(self._layout_of) if i == j]
+            for table in layout.tables:
+                table.pool.shrink()
+            for name, map in layout.maps.items():
+                if map.is_loose:
+                    move = map.repack()
+                    for state in states:
+                        state.buffers[name].repack(move)
+            for state in states:
+                state.give_back()
         for segments in self._segments.values():
             segments.hold(segments.map.begin, self._floor)
 
@@ -507,26 +529,31 @@ class Cache:
 
     def _tensors(self) -> Iterator[Tensor]:
         for state in self.layers:
-            yield from state.rows.values()
-            yield from state.entries.values()
+            yield from state.tensors()
         for segments in self._segments.values():
             yield from segments.rows.values()
         for layout in self.layouts:
-            yield layout.table.tensor(self.device)
+            for table in layout.tables:
+                yield table.tensor(self.device)
 
     def _bookkeeping(self) -> int:
         segments = sum(one.nbytes for one in self._segments.values())
-        return segments + sum(layout.nbytes for layout in self.layouts)
+        layers = sum(state.bookkeeping for state in self.layers)
+        return segments + layers + sum(layout.nbytes for layout in self.layouts)
+
+
+def _parts(policy: Policy) -> tuple[type[StreamLayout], type[LayerCache]]:
+    """Return what keeps track of a policy's sequences, and what holds their rows."""
+    if isinstance(policy.reduction, Evict):
+        return EvictingLayout, EvictingLayer
+    if isinstance(policy.selection, Quest):
+        return SelectingLayout, SelectingLayer
+    return StreamLayout, LayerCache
 
 
 def _leaders(policies: Sequence[Policy]) -> tuple[int, ...]:
     keys = [(policy.boundaries, score_specs(policy)) for policy in policies]
     return tuple(keys.index(key) for key in keys)
-
-
-def _row_nbytes(x: Tensor) -> int:
-    """Bytes of a row of x [rows, ...]."""
-    return x[:1].numel() * x.element_size() if len(x) else 0
 
 
 def _chunks(layout: StreamLayout, g: int, b: int) -> Chunks:

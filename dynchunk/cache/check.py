@@ -41,14 +41,17 @@ def _of_cache(cache: Cache) -> Found:
         yield from _of_segments(segments, lengths)
     for layout in cache.layouts:
         yield from _of_layout(layout, lengths, floor)
-        yield from _of_pool(layout.table.pool)
+        for table in layout.tables:
+            yield from _of_pool(table.pool)
     for state, layout in zip(
         cache.layers, map(cache.layout, range(len(cache.layers))), strict=True
     ):
-        rows = cache.batch * layout.map.capacity
-        yield "raw buffers have B * capacity rows", all(len(x) == rows for x in state.rows.values())
+        for name, buffers in state.buffers.items():
+            rows = cache.batch * layout.maps[name].capacity
+            yield "buffers have B * capacity rows", all(len(x) == rows for x in buffers.values())
         pages = len(layout.table.pool)
         yield "a layer has all pages", all(len(x) == pages for x in state.entries.values())
+        yield from state.invariants()
 
 
 def _of_segments(segments: Segments, lengths: np.ndarray) -> Found:
@@ -93,7 +96,8 @@ def _of_map(rows: RowMap, lengths: np.ndarray, is_used: bool) -> Found:
 
 
 def _of_layout(layout: StreamLayout, lengths: np.ndarray, floor: np.ndarray) -> Found:
-    yield from _of_map(layout.map, lengths, not layout.is_full)
+    for map in layout.maps.values():
+        yield from _of_map(map, lengths, not layout.is_full)
     for b, (n, least) in enumerate(zip(lengths.tolist(), floor.tolist(), strict=True)):
         ok = layout.is_full or layout.map.begin[b] <= layout.first_needed(b, least)
         yield "all raw rows are there that a crop to the floor needs", ok
@@ -105,17 +109,10 @@ def _of_layout(layout: StreamLayout, lengths: np.ndarray, floor: np.ndarray) -> 
                 follow(view, base, again, n)
                 pairs = ((closings.ends, again.ends), (closings.known, again.known))
                 yield "a view follows its chunks", all(np.array_equal(*pair) for pair in pairs)
-            pages = layout.table.held[g][b]
-            size = layout.table.pool.page_size
-            yield "pages for all entries", len(pages) == -(-layout.entries(g, b) // size)
-    table = layout.table.tensor(layout.device).tolist()
-    held = layout.table.held
-    same = all(
-        row[: len(pages)] == pages
-        for of_view, of_held in zip(table, held, strict=True)
-        for row, pages in zip(of_view, of_held, strict=True)
-    )
-    yield "the table on the device is the one on the host", same
+            yield "pages for all entries", layout.table.fits(g, b, layout.entries(g, b))
+    yield from layout.invariants()
+    for table in layout.tables:
+        yield "the table on the device is the one on the host", table.is_synced(layout.device)
 
 
 def _of_pool(pool: PagePool) -> Found:

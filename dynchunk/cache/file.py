@@ -164,6 +164,7 @@ def _state(cache: Cache) -> list[tuple[str, Tensor]]:
         for g in range(len(layout.policy.views)):
             moved = [layout.moved[g][b] for b in range(cache.batch)]
             state += [(f"layout.{i}.{g}.{name}", x) for name, x in _of_closings(moved)]
+        state += [(f"layout.{i}.own.{name}", _tensor(x)) for name, x in layout.state().items()]
     for i, layer in enumerate(cache.layers):
         layout = cache.layout(i)
         raw, entries = _tensor(layout.map.rows()), _tensor(_entry_rows(layout))
@@ -171,6 +172,7 @@ def _state(cache: Cache) -> list[tuple[str, Tensor]]:
             state.append((f"layer.{i}.rows.{name}", x[raw.to(x.device)]))
         for name, x in layer.entries.items():
             state.append((f"layer.{i}.entries.{name}", x.flatten(0, 1)[entries.to(x.device)]))
+        state += [(f"layer.{i}.own.{name}", x) for name, x in layer.state().items()]
     return state
 
 
@@ -220,11 +222,13 @@ def _restore(cache: Cache, tensors: dict[str, Tensor]) -> None:
             _restore_closings(moved, _below(f"{g}.", own))
             for b in range(cache.batch):
                 layout.table.extend(g, b, 0, layout.entries(g, b))
+        layout.restore({name: _integers(x) for name, x in _below("own.", own).items()})
     for i, layer in enumerate(cache.layers):
         own, layout = _below(f"layer.{i}.", tensors), cache.layout(i)
         layer.rows.place(layout.map, _below("rows.", own))
         for name, x in _below("entries.", own).items():
             layer.write(name, _tensor(_entry_rows(layout)).to(x.device), x)
+        layer.restore(_below("own.", own))
 
 
 def _restore_closings(closings: Sequence[Closings], state: dict[str, Tensor]) -> None:

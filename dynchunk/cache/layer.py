@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple, Self
+
 import torch
 from torch import Tensor
 
 from dynchunk._checks import require
 from dynchunk.attention.policy import Policy
-from dynchunk.attention.specs import All, MeanPool
+from dynchunk.attention.specs import All, MeanPool, Quest
+from dynchunk.cache.closings import Integers
 from dynchunk.cache.layout import Step, StreamLayout
 from dynchunk.cache.rows import Rows
 from dynchunk.ops.attend import attend
@@ -17,6 +21,17 @@ from dynchunk.ops.decode_topk import decode_topk
 from dynchunk.ops.index_topk import index_topk
 from dynchunk.ops.layout import Spans
 from dynchunk.ops.pool import pool
+
+
+class Stored(NamedTuple):
+    """Pages, and what each query reads in each of G views: as ``decode`` takes it."""
+
+    k: Tensor  #: [P, page_size, H_kv / G, D]
+    v: Tensor | None
+    bias: Tensor | None
+    pages: Tensor  #: [G, B, n_pages]
+    n_visible: Tensor  #: [G, S]
+    raw_begin: Tensor  #: [G, S]
 
 
 class LayerCache:
@@ -30,6 +45,7 @@ class LayerCache:
     def __init__(self, layout: StreamLayout, slot: int, rows: Rows | None = None) -> None:
         self._layout, self._slot = layout, slot
         self.rows = Rows() if rows is None else rows
+        self._last: tuple[Stored, Tensor, Tensor | None] | None = None  # read, by a few tokens
         self._read: dict[str, Tensor] = {}
         self._done: Step | None = None
 
@@ -132,6 +148,8 @@ class LayerCache:
             for g in range(len(self.policy.views)):
                 own_pages, seen = pages[g : g + 1], step.n_visible[g : g + 1]
                 found.append(decode_topk(q, keys, weights, own_pages, step.sequence, seen, topk))
+        if len(found) == 1:  # no copy: for a long prompt these lists are the largest thing there is
+            return found[0].indices[:, None]
         return torch.stack([best.indices for best in found], 1)
 
     def attend(
@@ -160,28 +178,10 @@ class LayerCache:
         tensor [S, H, D_v]
         """
         step, (k, v) = self.step, (self._read["k"], self._read.get("v"))
-        if indices is not None:
+        if indices is not None and indices.shape[1] != k.shape[1]:
             indices = indices.repeat_interleave(k.shape[1] // indices.shape[1], 1)
-        if step.is_prefill:
-            out = self._prefill(q, k, v, indices, sink, scale, impl)
-        else:
-            pages = self._layout.table.tensor(q.device)
-            reads = (step.sequence, step.n_visible, step.raw_begin, step.raw_end)
-            entry_k, entry_v, bias = self._pages(k, v)
-            out = decode(
-                q,
-                k,
-                v,
-                entry_k,
-                entry_v,
-                pages,
-                *reads,
-                indices=indices,
-                bias=bias,
-                sink=sink,
-                scale=scale,
-                impl=impl,
-            ).out
+        attend = self._prefill if step.is_prefill else self._decode
+        out = attend(q, k, v, indices, sink, scale, impl)
         self.finish()
         return out
 
@@ -197,9 +197,9 @@ class LayerCache:
     ) -> Tensor:
         """Store new tokens and attend for them, where another model makes their projections.
 
-        The policy has to need no weights: no chunks, or ``MeanPool(own=False)``, whose entries are
-        the means of the keys as they come and of the values; and no ``rope``, for positions are in
-        the keys already.
+        The policy has to need no weights: no chunks; ``MeanPool(own=False)``, whose entries are
+        the means of the keys as they come and of the values; ``Raw`` with or without ``Quest``; or
+        ``Evict``. And no ``rope``, for positions are in the keys already.
 
         Parameters
         ----------
@@ -225,15 +225,37 @@ class LayerCache:
         >>> cache.layers[0].mix(x, x, x).shape
         torch.Size([10, 2, 8])
         """
+        self._take(q, k, v, sink, scale)
+        return self.attend(q, sink=sink, scale=scale, impl=impl)
+
+    def store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sink: Tensor | None = None,
+        scale: float | None = None,
+    ) -> None:
+        """Store new tokens as :meth:`mix` does, where nobody needs what their queries get.
+
+        A prompt that was computed elsewhere, say: what an eviction later leaves of it is the same.
+        """
+        self._take(q, k, v, sink, scale)
+        self.finish()
+
+    def _take(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float | None
+    ) -> None:
         require_weightless(self.policy)
         views = len(self.policy.views)
         require(k.shape[1] % views == 0, "k", f"a multiple of {views} KV heads, one per view", k)
+        self._before(q, k, sink, scale)
         pooled = self.extend(k=k, v=v)
         if pooled is not None:
             closed = self.step.closed
             assert closed is not None
             self.close(*(_means(pooled[name], closed.spans) for name in ("k", "v")))
-        return self.attend(q, sink=sink, scale=scale, impl=impl)
 
     def finish(self) -> None:
         """Be done with the new tokens: after :meth:`attend`, or for keys without queries."""
@@ -243,9 +265,81 @@ class LayerCache:
         """Store what entries [N, ...] have under a name, in rows of the pages."""
         self._layout.table.pool.write(self._slot, name, to, entries)
 
-    def fork(self, layout: StreamLayout) -> LayerCache:
+    @property
+    def buffers(self) -> dict[str, Rows]:
+        """All buffers of rows, by the name that their maps have in the layout."""
+        return {"rows": self.rows}
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield everything that takes memory on the device."""
+        for rows in self.buffers.values():
+            yield from rows.values()
+        yield from self.entries.values()
+
+    @property
+    def logical_nbytes(self) -> int:
+        """Bytes of the entries and rows in use, those of a shared page each time."""
+        layout, total = self._layout, 0
+        views = range(len(self.policy.views))
+        for name, rows in self.buffers.items():
+            held = int((layout.maps[name].end - layout.maps[name].begin).sum())
+            total += held * sum(map(row_nbytes, rows.values()))
+        entries = sum(layout.entries(g, b) for g in views for b in range(layout.batch))
+        return total + entries * sum(row_nbytes(x[0]) for x in self.entries.values() if len(x))
+
+    @property
+    def bookkeeping(self) -> int:
+        """Bytes of what is the layer's alone and not on the device."""
+        return 0
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that the last step of a few tokens read, each row once per KV head; 0 before it."""
+        if self._last is None:
+            return 0
+        stored, raw_end, lists = self._last
+        k, v = stored.k, stored.k[..., :0] if stored.v is None else stored.v
+        row = (k.shape[3] + v.shape[3]) * k.element_size()
+        row += 0 if stored.bias is None else stored.bias.element_size()
+        raw = (raw_end - stored.raw_begin).clamp(min=0).sum() * k.shape[2]
+        if lists is not None:
+            return row * (rows_read(lists) + int(raw))
+        return row * int(stored.n_visible.sum() * k.shape[2] + raw)
+
+    def physical_length(self, b: int) -> int:
+        """Return how many entries of all views and raw rows a sequence has."""
+        layout = self._layout
+        entries = sum(layout.entries(g, b) for g in range(len(self.policy.views)))
+        return entries + int(layout.map.end[b] - layout.map.begin[b])
+
+    def select(self, index: Integers) -> None:
+        """Keep the sequences of ``index``, in that order, as the layout has not yet."""
+        for name, rows in self.buffers.items():
+            rows.select(index, self._layout.maps[name])
+
+    def truncate(self, b: int, n: int) -> None:
+        """Go back to the first ``n`` tokens of sequence b, as the layout has."""
+
+    def give_back(self) -> None:
+        """Return unused memory that is the layer's alone."""
+
+    def invariants(self) -> Iterator[tuple[str, bool]]:
+        """Yield what has to hold of this kind of layer, and whether it does."""
+        yield from ()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a file has to hold beside raw rows and entries."""
+        return {}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` returned, when the layout is there."""
+
+    def fork(self, layout: StreamLayout) -> Self:
         """Return the same state on its own, of a layout that holds the same pages."""
-        return LayerCache(layout, self._slot, self.rows.copy())
+        return type(self)(layout, self._slot, self.rows.copy())
+
+    def _before(self, q: Tensor, k: Tensor, sink: Tensor | None, scale: float | None) -> None:
+        """Do what a policy has to, before new tokens are stored."""
 
     def _extend_full(self, step: Step, rows: dict[str, Tensor]) -> None:
         Rows(self.rows).check(rows, len(step.position))
@@ -253,6 +347,41 @@ class LayerCache:
         if step.closed is not None:
             for name, x in rows.items():
                 self.write(name, step.closed.to, x)
+
+    def _decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        indices: Tensor | None,
+        sink: Tensor | None,
+        scale: float | None,
+        impl: str | None,
+    ) -> Tensor:
+        step, stored = self.step, self._stored(k, v)
+        self._last = (stored, step.raw_end, indices)
+        return decode(
+            q,
+            k,
+            v,
+            stored.k,
+            stored.v,
+            stored.pages,
+            step.sequence,
+            stored.n_visible,
+            stored.raw_begin,
+            step.raw_end,
+            indices=indices,
+            bias=stored.bias,
+            sink=sink,
+            scale=scale,
+            impl=impl,
+        ).out
+
+    def _stored(self, k: Tensor, v: Tensor | None) -> Stored:
+        """Return what :meth:`_decode` reads beside raw rows."""
+        pages, step = self._layout.table.tensor(k.device), self.step
+        return Stored(*self._pages(k, v), pages, step.n_visible, step.raw_begin)
 
     def _pages(self, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the pages of keys, values and bias; one that nobody reads where there is none."""
@@ -289,12 +418,26 @@ def require_weightless(policy: Policy) -> None:
     """Raise unless :meth:`LayerCache.mix` can make a policy's entries and choose among them."""
     reduction = policy.reduction
     is_mean = isinstance(reduction, MeanPool) and not reduction.own and not reduction.norm
-    expected = "MeanPool(own=False, norm=False), which has no weights"
-    require(policy.boundaries is None or is_mean, "policy: reduction", expected, reduction)
-    expected = "All(): the indexer of TopK has weights"
-    require(isinstance(policy.selection, All), "policy: selection", expected, policy.selection)
+    weightless = policy.boundaries is None or is_mean or policy.keeps_raw_chunks
+    expected = "MeanPool(own=False, norm=False), Raw or Evict, which have no weights"
+    require(weightless, "policy: reduction", expected, reduction)
+    weightless = isinstance(policy.selection, All | Quest)
+    expected = "All() or Quest(): the indexer of TopK has weights"
+    require(weightless, "policy: selection", expected, policy.selection)
     expected = "None: keys come with their positions in them"
     require(policy.rope is None, "policy: rope", expected, policy.rope)
+
+
+def row_nbytes(x: Tensor) -> int:
+    """Return the bytes of a row of x [rows, ...]."""
+    return x[:1].numel() * x.element_size() if len(x) else 0
+
+
+def rows_read(lists: Tensor) -> int:
+    """Count the rows that lists [S, H_kv, K, ..] name for each query and KV head, each once."""
+    rows = lists.flatten(2).sort(-1).values
+    repeated = rows[..., 1:] == rows[..., :-1]
+    return int((rows >= 0).sum() - (repeated & (rows[..., 1:] >= 0)).sum())
 
 
 def _means(x: Tensor, spans: tuple[Spans, ...]) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from dynchunk.attention.layout import sources_of
 from dynchunk.attention.policy import Policy
-from dynchunk.attention.specs import AsScored, GatedPool, MeanPool, Rescored
+from dynchunk.attention.specs import AsScored, GatedPool, MeanPool, Raw, Rescored
 from dynchunk.cache.closings import Closings, Integers, follow
 from dynchunk.cache.pages import PagePool, PageTable
 from dynchunk.cache.rows import FEW, Move, RowMap, ranges
@@ -46,7 +47,7 @@ class StreamLayout:
     """What :class:`~dynchunk.attention.Layout` is for whole sequences, for those that grow.
 
     Full attention, a policy without boundaries and without a window, has entries too: its tokens,
-    each a chunk that is read at once.
+    each a chunk that is read at once. So has a policy whose chunks leave their raw tokens.
 
     Parameters
     ----------
@@ -63,7 +64,8 @@ class StreamLayout:
         self, policy: Policy, segments: Segments, layers: int, page_size: int, device: torch.device
     ) -> None:
         self.policy, self.segments, self.device = policy, segments, device
-        self.is_full = policy.boundaries is None and policy.window is None
+        unlimited = policy.boundaries is None and policy.window is None
+        self.is_full = unlimited or isinstance(policy.reduction, Raw)
         self._overlap = isinstance(policy.reduction, GatedPool) and policy.reduction.overlap
         batch, views = len(segments.lengths), len(policy.views)
         #: Which source of chunks each view comes from.
@@ -82,8 +84,19 @@ class StreamLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of the bookkeeping that is not on the device."""
-        pages = sum(len(pages) for of_view in self.table.held for pages in of_view)
-        return 8 * pages + sum(one.nbytes for of_view in self.moved for one in of_view)
+        held = [pages for table in self.tables for of_view in table.held for pages in of_view]
+        moved = [one for of_view in self.moved for one in of_view]
+        return 8 * sum(map(len, held)) + sum(one.nbytes for one in moved)
+
+    @property
+    def tables(self) -> tuple[PageTable, ...]:
+        """All pages, those of entries first."""
+        return (self.table,)
+
+    @property
+    def maps(self) -> dict[str, RowMap]:
+        """Which tokens have rows in a layer's buffers, by the name of the buffers."""
+        return {"rows": self.map}
 
     def closings(self, g: int, b: int) -> Closings:
         """Return the closed chunks of a sequence in one view."""
@@ -94,6 +107,10 @@ class StreamLayout:
     def entries(self, g: int, b: int) -> int:
         """Return how many entries a sequence has in one view."""
         return int(self.segments.lengths[b]) if self.is_full else len(self.closings(g, b))
+
+    def entries_at(self, g: int, b: int, n: int) -> int:
+        """Return how many it had when ``n`` tokens had come."""
+        return n if self.is_full else self.closings(g, b).count(n)
 
     def first_needed(self, b: int, n: int) -> int:
         """Return the first raw token that is needed when ``n`` tokens have come; n for none."""
@@ -112,6 +129,17 @@ class StreamLayout:
                 first = min(first, closings.start(min(closed, covered)))
         return first
 
+    def covered(self, b: int, token: int, n: int) -> tuple[int, int]:
+        """Return how many chunks are before a token's window, and the first token after them.
+
+        Of the chunks of the first view that are closed when ``n`` tokens have come.
+        """
+        closings, window = self.closings(0, b), self.policy.window
+        assert window is not None
+        before = int(np.searchsorted(closings.ends, token - window + 1, side="right"))
+        chunks = min(before, closings.count(n))
+        return chunks, closings.start(chunks)
+
     def scores_needed(self, b: int, n: int) -> int:
         """Return the first token whose score the entries of open chunks need."""
         first = n
@@ -120,6 +148,10 @@ class StreamLayout:
             start = closings.start(closings.count(n))
             first = min(first, self.segments.start_before(source, b, start, n))
         return first
+
+    def plan(self, counts: Integers) -> Integers:
+        """Hear of new tokens before they are scored; return the least lengths to go back to."""
+        return np.zeros(self.batch, np.int64)
 
     def append(self, counts: Integers, floor: Integers) -> None:
         """Follow the segments, which have new tokens, and derive what the step does.
@@ -132,7 +164,8 @@ class StreamLayout:
         hold = lengths.copy() if self.is_full else self._first_needed(floor)
         begin = np.maximum(hold, self.map.begin)
         few = counts.max(initial=0) <= FEW
-        move = self.map.extend(counts, begin, packed=self.is_full or not few)
+        packed = self.is_full or not few or self._is_repacked()
+        move = self.map.extend(counts, begin, packed=packed)
         sequence = np.repeat(np.arange(self.batch), counts)
         position = ranges(lengths - counts, counts)
         n_visible, raw_start = self._reads(sequence, position, counts)
@@ -176,7 +209,8 @@ class StreamLayout:
 
     def truncate(self, b: int, n: int) -> None:
         """Go back to the first ``n`` tokens of sequence b, as the segments have."""
-        self.map.truncate(b, n)
+        for map in self.maps.values():
+            map.truncate(b, n)
         for g in range(len(self.policy.views)):
             self.moved[g][b].truncate(n)
             self.table.truncate(g, b, self.entries(g, b))
@@ -184,21 +218,38 @@ class StreamLayout:
 
     def select(self, index: Integers) -> None:
         """Keep the sequences of ``index``, in that order, as the segments have."""
-        self.map.select(index)
+        for map in self.maps.values():
+            map.select(index)
+        for table in self.tables:
+            table.select(index.tolist())
         self.moved = [[closings[b].copy() for b in index] for closings in self.moved]
-        self.table.select(index.tolist())
         self.step = None
 
-    def fork(self, segments: Segments) -> StreamLayout:
+    def fork(self, segments: Segments) -> Self:
         """Return the same state on its own, with the same pages."""
-        other = StreamLayout(self.policy, segments, 0, self.table.pool.page_size, self.device)
+        other = type(self)(self.policy, segments, 0, self.table.pool.page_size, self.device)
         other.map, other.table = self.map.copy(), self.table.fork()
         other.moved = [[one.copy() for one in closings] for closings in self.moved]
         return other
 
+    def invariants(self) -> Iterator[tuple[str, bool]]:
+        """Yield what has to hold of this kind of layout, and whether it does."""
+        yield from ()
+
+    def state(self) -> dict[str, Integers]:
+        """Return what a file has to hold beside closings and raw rows."""
+        return {}
+
+    def restore(self, state: dict[str, Integers]) -> None:
+        """Take what :meth:`state` returned, when closings and lengths are there."""
+
     def tensor(self, integers: Integers) -> Tensor:
         """Return integers as a tensor on the device."""
         return torch.from_numpy(np.ascontiguousarray(integers)).to(self.device)
+
+    def _is_repacked(self) -> bool:
+        """Whether much of the raw rows is let go of in this step."""
+        return False
 
     def _first_needed(self, n: Integers) -> Integers:
         return np.array([self.first_needed(b, int(m)) for b, m in enumerate(n)], np.int64)
@@ -213,7 +264,7 @@ class StreamLayout:
                 base = self.segments.closings[source][b]
                 follow(view, base, self.moved[g][b], n)
                 before = n - int(counts[b])
-                of_view.append(before if self.is_full else self.closings(g, b).count(before))
+                of_view.append(self.entries_at(g, b, before))
                 self.table.extend(g, b, of_view[-1], self.entries(g, b))
             old.append(of_view)
         return old

@@ -172,6 +172,19 @@ class PageTable:
             self._tensor = padded.to(device)
         return self._tensor
 
+    def fits(self, g: int, b: int, entries: int) -> bool:
+        """Whether a sequence has the pages for so many entries, and no more."""
+        return len(self.held[g][b]) == -(-entries // self.pool.page_size)
+
+    def is_synced(self, device: torch.device) -> bool:
+        """Whether :meth:`tensor` has the pages that are held."""
+        table = self.tensor(device).tolist()
+        return all(
+            row[: len(pages)] == pages
+            for of_view, of_held in zip(table, self.held, strict=True)
+            for row, pages in zip(of_view, of_held, strict=True)
+        )
+
     def select(self, index: Sequence[int]) -> None:
         """Keep the sequences of ``index``, in that order; pages are shared, not copied."""
         for g, of_view in enumerate(self.held):

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import nn
 
 from dynchunk._checks import describe, optional_import
 from dynchunk.attention.policy import Policy
 from dynchunk.boundaries.scores.base import Score
 from dynchunk.cache.cache import ROLLBACK
+from dynchunk.integrations import torch_attention
 
 #: Modules with ``supported`` and ``attach`` for models that need more than another attention
 #: function, by ``config.model_type``.
-FAMILIES: dict[str, str] = {}
+FAMILIES = {"deepseek_v4": "dynchunk.integrations.hf.deepseek_v4"}
 
-_STANDARD = "dynchunk.integrations.hf.wrapping"
+_STANDARD = "dynchunk.integrations.hf.decoder"
 
 
 def wrap(
     model: Any,
-    policy: Policy | Sequence[Policy | None] | None = None,
+    policy: Policy | Sequence[Policy | None] | Mapping[str, Policy] | None = None,
     *,
     score: Score | None = None,
     layers: Sequence[int] | None = None,
     rollback: int | None = ROLLBACK,
     page_size: int = 64,
     impl: str | None = None,
+    trainable: bool = False,
 ) -> Any:
     """Let the attention of a transformers model follow a policy.
 
@@ -41,11 +45,15 @@ def wrap(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A decoder-only model, or one of PEFT around it.
+        A decoder-only model, or one of PEFT around it. Or an ``nn.MultiheadAttention``, which then
+        is :class:`~dynchunk.integrations.torch_attention.ChunkedMultiheadAttention`: it takes a
+        policy, a score of its inputs and ``impl``.
     policy : Policy, or a sequence of Policy or None, optional
         For all layers with full attention, or one for each layer, None for a layer to leave as it
         is. Its ``rope`` and ``sink`` are ignored: positions and sinks are the model's own. Default:
-        what the config of the model says, or else to keep every token.
+        what the config of the model says, or else to keep every token. For DeepSeek V4, which
+        compresses by itself: a mapping from types of layers to policies, by default the model's
+        own; see :func:`~dynchunk.integrations.hf.deepseek_v4.v4_policies`.
     score : Score, optional
         What scores the ids of the tokens, for a policy with a ``BoundaryRule`` and no score of its
         own: ``DelimiterScore.from_tokenizer(tokenizer)`` puts boundaries where text begins
@@ -58,6 +66,9 @@ def wrap(
         Entries in a page of the cache.
     impl : str, optional
         Of the operations.
+    trainable : bool
+        Give entries weights, which start as the means of ``MeanPool``, and a ``Learned`` score its
+        own: :mod:`dynchunk.integrations.hf.trainable`. What the config says of that stays.
 
     Returns
     -------
@@ -82,8 +93,14 @@ def wrap(
     >>> torch.allclose(logits, model(tokens).logits, atol=1e-5)
     True
     """
+    if isinstance(model, nn.MultiheadAttention):
+        if policy is None or not isinstance(policy, Policy):
+            raise TypeError(f"policy: expected a Policy for this module, got {describe(policy)}")
+        torch_attention.attach(model, policy, score=score, impl=impl)
+        return model
     attach = _family(model).attach
     options = {"score": score, "rollback": rollback, "page_size": page_size, "impl": impl}
+    options |= {"trainable": True} if trainable else {}
     attach(model, policy, layers=layers, **options)
     return model
 
@@ -96,7 +113,9 @@ def unwrap(model: Any) -> Any:
     ValueError
         The model is not wrapped.
     """
-    found = model.__dict__.get("_dynchunk") if hasattr(model, "__dict__") else None
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    states = (getattr(one, "__dict__", {}).get("_dynchunk") for one in (model, inner))
+    found = next((state for state in states if state is not None), None)
     if found is None:
         raise ValueError(f"model: expected one that dynchunk.wrap returned, got {describe(model)}")
     found.detach()
