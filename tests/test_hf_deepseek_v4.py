@@ -550,6 +550,8 @@ def test_policies_that_the_weights_do_not_allow_are_refused(theirs):
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             dynchunk.wrap(model, policy)
+    with pytest.raises(ValueError, match="trainable: expected False"):
+        dynchunk.wrap(model, trainable=True)
     rule = BoundaryRule(1, max_length=6)
     dynchunk.wrap(model, {CSA: replace(own[CSA], boundaries=rule)})
     with pytest.raises(ValueError, match="score: the policy has boundaries and no score"):

@@ -186,6 +186,8 @@ def attach(
     report = supported(model, layers)
     if report.problems:
         raise ValueError("model: it cannot be wrapped: " + "; ".join(report.problems))
+    expected = "False: a DeepSeek V4 has weights for its entries, and they can be trained"
+    require(not options.get("trainable"), "trainable", expected, True)
     config = unwrapped_class_instance(model).get_decoder().config
     if policy is None and (recorded := config.__dict__.get(record.KEY)) is not None:
         policy = record.read(recorded)
