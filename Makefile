@@ -20,7 +20,7 @@ nightly: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/boundaries.py
 	$(BIN)/python benchmarks/packing.py
-	for name in decode prefill memory train streaming; do $(BIN)/dynchunk bench $$name || exit; done
+	for name in decode prefill memory train streaming wrap wrap-v4; do $(BIN)/dynchunk bench $$name || exit; done
 
 # Hours on two cores; a finished run is not run again.
 lab: $(READY)

@@ -177,11 +177,12 @@ def row_of(work: str, tokens: int, limit: int) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parser(__doc__)
+    arguments.add_argument("--works", choices=list(WORKS), nargs="+", default=list(WORKS))
     arguments.add_argument("--tokens", type=int, nargs="+")
     arguments.add_argument("--limit", type=int, default=8192, help="tokens for what is quadratic")
     options = parse(arguments, 1)
     sizes = options.tokens or ([2048] if options.quick else [4096, 8192, 16384, 32768])
-    rows = [row_of(work, tokens, options.limit) for work in WORKS for tokens in sizes]
+    rows = [row_of(work, tokens, options.limit) for work in options.works for tokens in sizes]
     show("peak memory above what was held", rows, {}, options.json)
 
 

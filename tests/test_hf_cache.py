@@ -196,3 +196,9 @@ def test_mix_needs_a_policy_without_weights():
     x = torch.randn(3, 1, 8)
     with pytest.raises(ValueError, match="k: expected a multiple of 2 KV heads"):
         cache.layer(0).mix(x, x, x)
+
+
+def test_what_is_held_is_where_the_inputs_are_although_there_are_no_ids():
+    cache = ChunkedCache([full(rope=None)])
+    cache.begin(Ragged.of((2, 3)), device="meta")
+    assert cache.state.device.type == "meta"

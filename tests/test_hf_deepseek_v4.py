@@ -19,6 +19,7 @@ transformers = pytest.importorskip(
 import dynchunk  # noqa: E402
 from dynchunk.attention import Hash, Learned, MeanPool, TokenClasses  # noqa: E402
 from dynchunk.boundaries import BoundaryRule, HashScore  # noqa: E402
+from dynchunk.boundaries.scores.base import Score  # noqa: E402
 from dynchunk.integrations.hf.deepseek_v4 import v4_policies  # noqa: E402
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -350,6 +351,28 @@ def test_a_score_beside_the_policy_is_that_of_the_policy(theirs, by_content):
     torch.testing.assert_close(feed(model, ids, (11, 12, 13))[0], expected, **CLOSE)
 
 
+class Counted(Score):
+    """HashScore(2), which counts how often it is asked."""
+
+    receptive_field, calls = 1, 0
+
+    def score(self, tokens, offsets):
+        self.calls += 1
+        return HashScore(2).score(tokens, offsets)
+
+
+def test_boundaries_are_scored_once_a_forward_for_each_type_of_layer():
+    model, score, ids = tiny(3, 5, 16, layers=[CSA, HCA, CSA, HCA]), Counted(), sample(2, 30)
+    policies = {kind: replace(one, score=None) for kind, one in content(model).items()}
+    dynchunk.wrap(model, policies, score=score)
+    _, cache = feed(model, ids)
+    assert score.calls == 2
+    feed(model, ids, (1, 2), cache)
+    assert score.calls == 2 + 3 * 2
+    model(ids, use_cache=False).logits.sum().backward()
+    assert score.calls == 2 + 3 * 2 + 2
+
+
 def test_only_the_layers_of_the_types_given_change(theirs):
     model = copy.deepcopy(theirs)
     dynchunk.wrap(model, {HCA: content(model)[HCA]})
@@ -427,6 +450,24 @@ def test_a_copy_of_a_wrapped_model_stands_alone(ours):
     assert torch.equal(whole(ours, ids), expected)
     dynchunk.unwrap(other)
     assert torch.equal(whole(ours, ids), expected)
+
+
+def test_a_model_without_its_head_can_be_wrapped(theirs):
+    model, ids = copy.deepcopy(theirs).model, sample(2, 30)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).last_hidden_state
+        found = dynchunk.wrap(model)(ids).last_hidden_state
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_compiled_layers_decode_the_same():
+    model, ids = tiny(3, 5, 16, layers=[CSA], hc_sinkhorn_iters=1), sample(2, 24)
+    dynchunk.wrap(model)
+    expected, _ = feed(model, ids)
+    _, cache = feed(model, ids[:, :21])
+    model.model.layers[0].compile(backend="eager", dynamic=True)
+    found, _ = feed(model, ids[:, 21:], (1, 2), cache)
+    torch.testing.assert_close(found, expected[:, 21:], **CLOSE)
 
 
 @pytest.mark.parametrize("first", ["wrap", "adapter"])
@@ -549,6 +590,6 @@ def test_memory_is_linear_in_the_tokens():
         run, cwd=Path(__file__).parent, check=True, capture_output=True, text=True
     )
     mebibytes, held = map(float, found.stdout.split())
-    # A mask of 8192 x 8192 alone would take 256 MiB, and transformers takes more than 6000.
+    # A mask of 8192 x 8192 alone would take 256 MiB, and transformers takes more than 4000.
     assert mebibytes < 250
     assert held < 64 * 8192

@@ -1,6 +1,7 @@
 """Wrapped models: equal to unwrapped ones where everything is kept, and to themselves elsewhere."""
 
 import copy
+import sys
 import warnings
 
 import hf_models
@@ -76,6 +77,20 @@ def test_keeping_everything_is_the_unwrapped_model(family, implementation, model
             torch.testing.assert_close(x[real], y[real], atol=1e-4, rtol=1e-4)
         again = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
     assert torch.equal(again, text)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text"])
+def test_bfloat16_is_as_near_to_float32_as_unwrapped(family):
+    ids, mask = hf_models.batch((9, 30))
+    real, exact = mask.bool(), logits(hf_models.build(family), ids, mask)
+    model = hf_models.build(family).bfloat16()
+    off = (logits(model, ids, mask).float() - exact)[real].square().mean().sqrt()
+    with wrap(model):
+        found = logits(model, ids, mask)
+        assert found.dtype == torch.bfloat16
+        assert (found.float() - exact)[real].square().mean().sqrt() < 1.3 * off
+        text = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert text.shape == (2, 34)
 
 
 MODES = {
@@ -275,6 +290,12 @@ def test_adapters_and_their_wrapping():
         torch.testing.assert_close(found[real], expected[real], atol=1e-4, rtol=1e-4)
         assert torch.equal(generate(wrapped, ids, mask, do_sample=False), text)
     assert (type(model), type(model.get_base_model())) == before
+    adapted = peft.get_peft_model(
+        wrap(hf_models.build("llama"), POLICIES["hash"]), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    assert isinstance(adapted(ids).cache, ChunkedCache)
+    dynchunk.unwrap(adapted)
+    assert type(adapted.get_base_model()) is transformers.LlamaForCausalLM
 
 
 def test_copies_of_a_wrapped_model_are_wrapped(models):
@@ -430,6 +451,12 @@ def test_policies_that_do_not_fit(policy, options, message, models):
     assert type(model) is kind
 
 
+def test_without_transformers_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'dynchunk\[hf\]'"):
+        dynchunk.wrap(torch.nn.Linear(2, 2))
+
+
 def test_forwards_that_are_refused(models):
     ids, mask = hf_models.batch((9, 12))
     with wrap(models["llama"], POLICIES["hash"]) as model:
@@ -454,6 +481,30 @@ def test_forwards_that_are_refused(models):
         pytest.raises(ValueError, match="filled under another policy"),
     ):
         model(ids[:, :1], attention_mask=torch.cat([mask, mask[:, -1:]], 1), cache=cache)
+
+
+def test_after_a_forward_that_failed_a_cache_has_to_be_reset(models):
+    ids, mask = hf_models.batch((9, 12))
+    with wrap(models["gemma3_text"], POLICIES["fixed"]) as model:
+        expected = logits(model, ids, mask)
+        cache = model.dynchunk.cache()
+        fails = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+        fails_early = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+        for hook in (fails_early, fails):
+            with pytest.raises(ZeroDivisionError):
+                logits(model, ids, mask, cache=cache)
+            hook.remove()
+            cache.reset()
+        logits(model, ids, mask, cache=cache)
+        fails = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+        more = torch.nn.functional.pad(mask, (0, 1), value=1)
+        with pytest.raises(ZeroDivisionError):
+            model(ids[:, :1], attention_mask=more, cache=cache)
+        fails.remove()
+        with pytest.raises(RuntimeError, match="reset"):
+            model(ids[:, :1], attention_mask=more, cache=cache)
+        cache.reset()
+        torch.testing.assert_close(logits(model, ids, mask, cache=cache), expected)
 
 
 def test_embeddings_do_where_no_score_reads_ids(models):

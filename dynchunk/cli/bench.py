@@ -26,7 +26,13 @@ _SCRIPTS = {
     "train": "Forward and backward of one layer.",
     "streaming": "A streaming cache, token by token.",
     "wrap": "A decode step of a wrapped model.",
+    "wrap-v4": "A prompt to a wrapped DeepSeek V4.",
 }
+
+
+def script_of(name: str) -> Path:
+    """Return where the script of a command is, in a source tree."""
+    return _FOLDER / f"{name.replace('-', '_')}.py"
 
 
 def _command(name: str, text: str) -> None:
@@ -35,7 +41,7 @@ def _command(name: str, text: str) -> None:
     @bench.command(name, help=f"{text} Options are those of the script (--help).",
                    context_settings=settings)  # fmt: skip
     def run(context: typer.Context) -> None:
-        script = _FOLDER / f"{name}.py"
+        script = script_of(name)
         with clear_errors():
             if not script.is_file():
                 raise FileNotFoundError(

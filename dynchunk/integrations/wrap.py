@@ -18,7 +18,7 @@ from dynchunk.integrations import torch_attention
 #: function, by ``config.model_type``.
 FAMILIES = {"deepseek_v4": "dynchunk.integrations.hf.deepseek_v4"}
 
-_STANDARD = "dynchunk.integrations.hf.wrapping"
+_STANDARD = "dynchunk.integrations.hf.decoder"
 
 
 def wrap(
@@ -30,6 +30,7 @@ def wrap(
     rollback: int | None = ROLLBACK,
     page_size: int = 64,
     impl: str | None = None,
+    trainable: bool = False,
 ) -> Any:
     """Let the attention of a transformers model follow a policy.
 
@@ -65,6 +66,9 @@ def wrap(
         Entries in a page of the cache.
     impl : str, optional
         Of the operations.
+    trainable : bool
+        Give entries weights, which start as the means of ``MeanPool``, and a ``Learned`` score its
+        own: :mod:`dynchunk.integrations.hf.trainable`. What the config says of that stays.
 
     Returns
     -------
@@ -96,6 +100,7 @@ def wrap(
         return model
     attach = _family(model).attach
     options = {"score": score, "rollback": rollback, "page_size": page_size, "impl": impl}
+    options |= {"trainable": True} if trainable else {}
     attach(model, policy, layers=layers, **options)
     return model
 
@@ -108,7 +113,9 @@ def unwrap(model: Any) -> Any:
     ValueError
         The model is not wrapped.
     """
-    found = model.__dict__.get("_dynchunk") if hasattr(model, "__dict__") else None
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    states = (getattr(one, "__dict__", {}).get("_dynchunk") for one in (model, inner))
+    found = next((state for state in states if state is not None), None)
     if found is None:
         raise ValueError(f"model: expected one that dynchunk.wrap returned, got {describe(model)}")
     found.detach()

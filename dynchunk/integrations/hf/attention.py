@@ -10,27 +10,36 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from dynchunk._checks import require
-from dynchunk.attention.functional import chunk_attention
+from dynchunk.attention.functional import attend_entries, chunk_attention
 from dynchunk.attention.layout import Layout
 from dynchunk.attention.policy import Policy
 from dynchunk.attention.scoring import Segmenter
 from dynchunk.boundaries import BoundaryRule
 from dynchunk.boundaries.scores.base import Score
 from dynchunk.cache.layer import require_weightless
-from dynchunk.integrations.hf.cache import ChunkedCache, given_scores
+from dynchunk.integrations.hf.cache import ChunkedCache
 from dynchunk.integrations.hf.ragged import Ragged
+from dynchunk.integrations.hf.scores import given_scores
+from dynchunk.integrations.hf.trainable import POOLING
 
 #: What the attention is called in a config.
 NAME = "dynchunk"
 
 _UNSUPPORTED = ("softcap", "position_bias", "attention_bias", "block_table")
+
+
+class Pooling(NamedTuple):
+    """What makes the entries of a layer, where they have weights."""
+
+    module: Any  #: EntryPooling
+    x: Tensor  #: [S, dim], the layer's hidden states
 
 
 @dataclass(eq=False)
@@ -51,6 +60,10 @@ class Forward:
         As in :class:`~dynchunk.integrations.hf.cache.ChunkedCache`.
     impl : str or None
         Of the operations.
+    segmenters : mapping from layer to Segmenter
+        Where the boundaries of its policy follow a learned score.
+    hidden : floating tensor [S, dim] or None
+        What that reads.
     """
 
     ragged: Ragged
@@ -59,28 +72,47 @@ class Forward:
     tokens: Tensor | None
     score: Score | None = None
     impl: str | None = None
+    segmenters: Mapping[int, Segmenter] = field(default_factory=dict)
+    hidden: Tensor | None = None
     _layouts: dict[int, Layout] = field(default_factory=dict)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float | None
-    ) -> Tensor:
-        """Return what the new tokens [S, H, D] of a layer read, [S, H, D_v]."""
-        if self.cache is None:
-            return self._attend_alone(self.policies[layer], q, k, v, sink, scale)
-        inputs = (x.detach() for x in (q, k, v))
-        sink = None if sink is None else sink.detach()
-        mixed = self.cache.layer(layer).mix(*inputs, sink=sink, scale=scale, impl=self.impl)
-        return without_gradient(mixed, q)
-
-    def _attend_alone(
         self,
-        policy: Policy,
+        layer: int,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         sink: Tensor | None,
         scale: float | None,
+        pooling: Pooling | None = None,
     ) -> Tensor:
+        """Return what the new tokens [S, H, D] of a layer read, [S, H, D_v]."""
+        if self.cache is None:
+            return self._attend_alone(layer, q, k, v, sink, scale, pooling)
+        with torch.no_grad():
+            options: dict[str, Any] = {"sink": sink, "scale": scale, "impl": self.impl}
+            state = self.cache.layer(layer)
+            if pooling is None:
+                mixed = state.mix(q, k, v, **options)
+            else:
+                rows = state.extend(k=k, v=v, x=pooling.x)
+                if rows is not None and state.step.closed is not None:
+                    spans = state.step.closed.spans
+                    state.close(*pooling.module(rows["x"], rows["k"], rows["v"], spans))
+                mixed = state.attend(q, **options)
+        return without_gradient(mixed, q)
+
+    def _attend_alone(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        scale: float | None,
+        pooling: Pooling | None,
+    ) -> Tensor:
+        policy = self.policies[layer]
         require_weightless(policy)
         if policy.keeps_raw_chunks:
             kind = type(policy.reduction).__name__
@@ -91,7 +123,10 @@ class Forward:
         if scale is not None:
             q = q * (scale * q.shape[-1] ** 0.5)
         layout = self.layout(policy, q.device)
-        return chunk_attention(q, k, v, policy, layout, sink=sink, impl=self.impl)
+        if pooling is None:
+            return chunk_attention(q, k, v, policy, layout, sink=sink, impl=self.impl)
+        entry_k, entry_v = pooling.module(pooling.x, k, v, layout.spans)
+        return attend_entries(q, k, v, entry_k, entry_v, layout, None, sink=sink, impl=self.impl)
 
     def layout(self, policy: Policy, device: torch.device) -> Layout:
         """Return what the new tokens read and entries pool where there is no cache, made once."""
@@ -111,9 +146,11 @@ class Forward:
             tokens = self.tokens
             if policy.score is None:
                 scores = given_scores(self.score, tokens, cu)
-        hidden = torch.zeros(len(tokens), 0, device=device)
-        found = Segmenter(policy, 1)(tokens, hidden, cu.to(device), scores)
-        return Layout.of(policy, found.chunks)
+        learned = [self.segmenters[i] for i in self.segmenters if self.policies[i] is policy]
+        segmenter = learned[0] if learned else Segmenter(policy, 1)
+        hidden = torch.zeros(len(tokens), 0, device=device) if self.hidden is None else self.hidden
+        found = segmenter(tokens, hidden, cu.to(device), scores)
+        return Layout.of(policy, found.chunks, log_p=found.log_p)
 
 
 def required(forward: Forward | None) -> Forward:
@@ -163,6 +200,7 @@ def attend(
     dropout: float = 0.0,
     s_aux: Tensor | None = None,
     dynchunk: Forward | None = None,
+    dynchunk_states: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as the policy of the layer says; transformers' attention function.
@@ -181,6 +219,8 @@ def attend(
         Sinks.
     dynchunk : Forward
         What the wrapped decoder hands to its layers.
+    dynchunk_states : floating tensor [B, T, dim], optional
+        The layer's hidden states, where its entries have weights.
 
     Returns
     -------
@@ -200,7 +240,12 @@ def attend(
         require(kwargs.get(name) is None, name, "None: not supported here", kwargs.get(name))
     ragged = forward.ragged
     q, k, v = (ragged.pack(x.transpose(1, 2)) for x in (query, key, value))
-    out = forward.attend(layer, q, k, v, s_aux, scaling)
+    # FSDP frees a weight by resizing its storage, which a view by numpy (impl="cpu") forbids.
+    sink = None if s_aux is None else s_aux.clone()
+    pooling = None
+    if dynchunk_states is not None:
+        pooling = Pooling(getattr(module, POOLING), ragged.pack(dynchunk_states))
+    out = forward.attend(layer, q, k, v, sink, scaling, pooling)
     return ragged.unpack(out).to(query.dtype), None
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
@@ -22,6 +21,7 @@ from dynchunk.boundaries.scores.base import Score
 from dynchunk.cache import Cache, LayerCache
 from dynchunk.cache.cache import ROLLBACK
 from dynchunk.integrations.hf.ragged import Mask, Ragged
+from dynchunk.integrations.hf.scores import given_scores
 
 _PADDING = -1
 
@@ -97,7 +97,13 @@ class ChunkedCache(TransformersCache):
 
     # A forward: begin, then every layer, then end
 
-    def begin(self, ragged: Ragged, tokens: Tensor | None = None) -> None:
+    def begin(
+        self,
+        ragged: Ragged,
+        tokens: Tensor | None = None,
+        device: torch.device | str | None = None,
+        hidden: Tensor | None = None,
+    ) -> None:
         """Announce new tokens, cut them into chunks, and let every layer with a policy take them.
 
         Parameters
@@ -106,10 +112,14 @@ class ChunkedCache(TransformersCache):
             Read with ``past=cache.real``.
         tokens : integer tensor [S], optional
             Their ids, packed. None: unknown (``inputs_embeds``), for policies that read none.
+        device : torch.device or str, optional
+            Of keys and values, for the first tokens. Default: that of ``tokens``, or the CPU.
+        hidden : floating tensor [S, dim], optional
+            What learned scores read.
         """
         sequences = len(ragged.cu_seqlens) - 1
         if self.state is None:
-            self._start(sequences, tokens, ragged.index)
+            self._start(sequences, device or ("cpu" if tokens is None else tokens.device))
         assert self.state is not None
         expected = f"{self.state.batch} rows, as the cache has"
         require(sequences == self.state.batch, "batch", expected, sequences)
@@ -123,7 +133,8 @@ class ChunkedCache(TransformersCache):
             policy = self.state.policies[leader]
             ids, scores = self._inputs(policy, tokens, ragged.cu_seqlens)
             segmenter = self._segmenters.get(leader) or Segmenter(policy, 1)
-            self.state.segment(leader, segmenter, ids, torch.zeros(size, 0), scores)
+            x = torch.zeros(size, 0) if hidden is None else hidden
+            self.state.segment(leader, segmenter, ids, x, scores)
 
     def end(self) -> None:
         """Count the new columns, when all layers have taken their tokens."""
@@ -240,10 +251,8 @@ class ChunkedCache(TransformersCache):
     def _native(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, ChunkedLayer)]
 
-    def _start(self, sequences: int, tokens: Tensor | None, index: Tensor | None) -> None:
+    def _start(self, sequences: int, device: torch.device | str) -> None:
         own = [policy for policy in self.policies if policy is not None]
-        known = [x.device for x in (tokens, index) if x is not None]
-        device = known[0] if known else torch.device("cpu")
         self.state = Cache(
             own, sequences, rollback=self.rollback, page_size=self.page_size, device=device
         )
@@ -311,51 +320,3 @@ def _token_nbytes(layer: LayerCache) -> int:
     held = layer.rows or {name: x.flatten(0, 1) for name, x in layer.entries.items()}
     rows = [held[name] for name in ("k", "v") if name in held]
     return sum(math.prod(x.shape[1:]) * x.element_size() for x in rows)
-
-
-def given_scores(
-    score: Score | None,
-    tokens: Tensor,
-    cu_seqlens: Tensor,
-    past: Sequence[NDArray[np.int64]] | None = None,
-) -> Tensor:
-    """Score new tokens, each with those before it that the score reads.
-
-    Parameters
-    ----------
-    score : Score
-    tokens : integer tensor [S]
-        New ones, packed.
-    cu_seqlens : int64 tensor [B+1]
-    past : B arrays of token ids, optional
-        What came before.
-
-    Returns
-    -------
-    floating tensor [S]
-
-    Examples
-    --------
-    >>> from dynchunk.boundaries import HashScore
-    >>> tokens, whole = torch.tensor([3, 4, 5]), torch.tensor([0, 3])
-    >>> new = given_scores(HashScore(2), tokens[2:], torch.tensor([0, 1]), [np.array([3, 4])])
-    >>> new == given_scores(HashScore(2), tokens, whole)[2:]
-    tensor([True])
-    """
-    if score is None:
-        raise ValueError(
-            "score: the policy has boundaries and no score; pass wrap(..., score=...), such as "
-            "DelimiterScore.from_tokenizer(tokenizer)"
-        )
-    reach = score.receptive_field
-    if reach is None:
-        raise ValueError("score: expected a bounded receptive field, got None")
-    new = np.split(tokens.detach().cpu().numpy(), cu_seqlens.numpy()[1:-1])
-    before = [row[max(0, len(row) - reach) :] for row in past or [row[:0] for row in new]]
-    together = [np.concatenate(pair) for pair in zip(before, new, strict=True)]
-    ends = np.cumsum([len(row) for row in together])
-    found = score(
-        torch.from_numpy(np.concatenate(together)), torch.from_numpy(np.append([0], ends))
-    )
-    wanted = [np.arange(end - len(row), end) for end, row in zip(ends, new, strict=True)]
-    return found[torch.from_numpy(np.concatenate(wanted))].to(tokens.device)

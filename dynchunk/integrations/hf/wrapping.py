@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,24 +11,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 
-from dynchunk._checks import describe, require
-from dynchunk.attention.policy import Policy, full
-from dynchunk.attention.specs import MeanPool
+from dynchunk._checks import require
+from dynchunk.attention.policy import Policy
+from dynchunk.attention.scoring import Segmenter
 from dynchunk.boundaries.scores.base import Score
 from dynchunk.cache.cache import ROLLBACK
-from dynchunk.cache.layer import require_weightless
-from dynchunk.integrations.hf import record
+from dynchunk.integrations.hf import record, trainable
 from dynchunk.integrations.hf.attention import NAME, Forward
 from dynchunk.integrations.hf.cache import ChunkedCache
 from dynchunk.integrations.hf.ragged import Ragged
-from dynchunk.integrations.hf.report import Report, supported, unwrapped_class_instance
-
-POOLING_COSTS = (
-    "mean-pooled entries lose most of what a far context is worth to a model that was not trained "
-    "with them: on SmolLM2-135M, at 4 tokens an entry, the loss rises by .34 to .46 nats where "
-    "keeping the same number of raw tokens costs .07 to .11. Keep or select chunks instead, or "
-    "fine-tune (trainable=True)"
-)
+from dynchunk.integrations.hf.report import Report, unwrapped_class_instance
 
 
 class Wrapping:
@@ -55,6 +46,7 @@ class Wrapping:
         rollback: int | None = ROLLBACK,
         page_size: int = 64,
         impl: str | None = None,
+        trainable: bool = False,
     ) -> None:
         self.model, self.inner = model, unwrapped_class_instance(model)
         self.decoder = self.inner.get_decoder()
@@ -66,32 +58,37 @@ class Wrapping:
         )
         self.report = replace(report, layers=tuple(layers))
         self._by_layer = {i: p for i, p in enumerate(self.policies) if p is not None}
+        self.trainable = trainable
         self._signature = inspect.signature(self.decoder.forward)
 
     def cache(self, **options: Any) -> ChunkedCache:
         """Return an empty cache for the model; options as in :class:`ChunkedCache`."""
-        sizes = self.sizes | options
-        return ChunkedCache(self.policies, config=self.decoder.config, score=self.score, **sizes)
+        options = self.sizes | {"score": self.score, "segmenters": self._leading()} | options
+        return ChunkedCache(self.policies, config=self.decoder.config, **options)
 
     def attach(self) -> None:
         """Put the policies into the model."""
         self.install()
-        for owner in {id(self.model): self.model, id(self.inner): self.inner}.values():
+        for owner in self._owners():
             owner.__dict__["_dynchunk"] = self
             owner.__class__ = _wrapped_class(type(owner))
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        for owner in {id(self.model): self.model, id(self.inner): self.inner}.values():
-            bases = type(owner).__bases__
-            if bases[0] is not WrappedModel:
+        for owner in self._owners():
+            if type(owner).__bases__[0] is not WrappedModel:
                 raise RuntimeError(
                     f"dynchunk: something has changed the class of the model to "
                     f"{type(owner).__name__} since it was wrapped; undo that first"
                 )
-            owner.__class__ = bases[1]
+        for owner in self._owners():
+            owner.__class__ = type(owner).__bases__[1]
             del owner.__dict__["_dynchunk"]
         self.remove()
+
+    def _owners(self) -> list[Any]:
+        """Return the model, and the one inside it if it is of PEFT."""
+        return [self.model] if self.model is self.inner else [self.model, self.inner]
 
     def install(self) -> None:
         """Change the decoder."""
@@ -102,9 +99,13 @@ class Wrapping:
         kept = [layer for layer in self.report.layers if not layer.wrapped]
         found["needs_mask"] = any(layer.kind == "full_attention" for layer in kept)
         found["needs_window_mask"] = any(layer.kind != "full_attention" for layer in kept)
+        found["trainable"] = self.trainable
+        names = {layer.index: layer.name for layer in self.report.layers}
+        added = trainable.add(self.decoder, names, self._by_layer) if self.trainable else []
         setattr(config, record.KEY, found)
         config._attn_implementation = NAME
         self._hooks = [
+            *added,
             self.decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.decoder.register_forward_hook(_end, with_kwargs=True),
         ]
@@ -114,6 +115,7 @@ class Wrapping:
         config, (found, implementation) = self.decoder.config, self._before
         for hook in self._hooks:
             hook.remove()
+        trainable.remove(self.decoder)
         config._attn_implementation = implementation
         if found is None:
             delattr(config, record.KEY)
@@ -149,12 +151,38 @@ class Wrapping:
             cache = self.cache()
         options["cache"], options["use_cache"] = cache, cache is not None
         tokens = None if ids is None else ragged.pack(ids)
+        segmenters, hidden = self._segmenters(), None
+        if segmenters:
+            embeds = self.decoder.get_input_embeddings()(ids) if embeds is None else embeds
+            hidden = ragged.pack(embeds)
         if cache is None and not torch.is_grad_enabled():
             cache = self.cache(rollback=0)  # for this forward
         if cache is not None:
-            cache.begin(ragged, tokens)
-        options["dynchunk"] = Forward(ragged, self._by_layer, cache, tokens, self.score, self.impl)
+            cache.begin(ragged, tokens, x.device, hidden)
+        forward = Forward(
+            ragged, self._by_layer, cache, tokens, self.score, self.impl, segmenters, hidden
+        )
+        if segmenters and cache is None:  # here, for a layer may run twice (checkpointing)
+            for layer in segmenters:
+                forward.layout(self._by_layer[layer], x.device)
+        options["dynchunk"] = forward
         return (), options
+
+    def _segmenters(self) -> dict[int, Segmenter]:
+        """Return the scorers with weights, by layer."""
+        found = getattr(self.decoder, trainable.SCORES, None)
+        if found is None:
+            return {}
+        return {
+            i: found[trainable.key(policy)]
+            for i, policy in self._by_layer.items()
+            if trainable.key(policy) in found
+        }
+
+    def _leading(self) -> dict[int, Segmenter]:
+        """Return the same, by the number of the layer among those that are wrapped."""
+        numbers = {layer: n for n, layer in enumerate(self._by_layer)}
+        return {numbers[layer]: one for layer, one in self._segmenters().items()}
 
     def _wants_cache(self, options: dict[str, Any], ragged: Ragged) -> bool:
         wanted = options.get("use_cache")
@@ -217,84 +245,6 @@ class WrappedModel:
             if generation_config.is_assistant:
                 model_kwargs["cache"].activate_past_recording()
         return result
-
-
-def attach(
-    model: Any,
-    policy: Policy | Sequence[Policy | None] | None,
-    *,
-    layers: Sequence[int] | None = None,
-    **options: Any,
-) -> Wrapping:
-    """Wrap a decoder-only model that takes attention from transformers; see :func:`dynchunk.wrap`.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-    policy, layers
-        As in :func:`dynchunk.wrap`.
-    **options
-        Of :class:`Wrapping`.
-    """
-    chosen = layers
-    if policy is not None and not isinstance(policy, Policy):
-        chosen = [i for i, one in enumerate(policy) if one is not None]
-        require(layers is None, "layers", "None with a policy for each layer", layers)
-    config = getattr(unwrapped_class_instance(model), "config", None)
-    recorded = (
-        None if config is None else config.get_text_config(decoder=True).__dict__.get(record.KEY)
-    )
-    if policy is None and recorded is not None:
-        policy = record.read(recorded)
-        chosen = [i for i, one in enumerate(policy) if one is not None]
-    report = supported(model, chosen)
-    if report.problems:
-        raise ValueError("model: it cannot be wrapped: " + "; ".join(report.problems))
-    wrapping = Wrapping(model, report, _policies(policy, report), **options)
-    _check_policies(wrapping)
-    wrapping.attach()
-    return wrapping
-
-
-def _policies(
-    policy: Policy | Sequence[Policy | None] | None, report: Report
-) -> list[Policy | None]:
-    """Return what each layer follows; equal policies are one object."""
-    n = len(report.layers)
-    given = [policy or full()] * n if policy is None or isinstance(policy, Policy) else list(policy)
-    require(len(given) == n, "policy", f"one for each of {n} layers", policy)
-    distinct: dict[Policy, Policy] = {}
-    policies: list[Policy | None] = []
-    for layer, one in zip(report.layers, given, strict=True):
-        if one is None or not layer.wrapped:
-            policies.append(None)
-            continue
-        if not isinstance(one, Policy):
-            raise TypeError(f"policy: expected a dynchunk.attention.Policy, got {describe(one)}")
-        # Positions are in the keys already, and a model has its own sinks.
-        one = replace(one, rope=None, sink=False)
-        policies.append(distinct.setdefault(one, one))
-    return policies
-
-
-def _check_policies(wrapping: Wrapping) -> None:
-    config = wrapping.decoder.config
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    own = list(dict.fromkeys(policy for policy in wrapping.policies if policy is not None))
-    for policy in own:
-        require_weightless(policy)
-        views = len(policy.views)
-        expected = f"a number that divides the model's {kv_heads} KV heads"
-        require(kv_heads % views == 0, "policy: views", expected, views)
-    if any(p.boundaries is not None and isinstance(p.reduction, MeanPool) for p in own):
-        warnings.warn(f"dynchunk.wrap: {POOLING_COSTS}", UserWarning, stacklevel=4)
-    if not wrapping.report.tested:
-        warnings.warn(
-            f"dynchunk.wrap: no model of type {wrapping.report.model_type!r} is among the tests; "
-            "compare its logits without a policy (dynchunk.wrap(model)) with the unwrapped ones",
-            UserWarning,
-            stacklevel=4,
-        )
 
 
 @torch.compiler.disable
