@@ -51,7 +51,7 @@ def test_streaming_prints_a_table_with_every_peer(monkeypatch, capsys):
     streaming.show(result, arguments)
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("ceiling", "content", "V4 csa", "V4 hca"))
-    assert all(0 < row["ceiling"] for row in result["rows"])
+    assert all(row["ceiling"] > 0 for row in result["rows"])
 
 
 def test_what_transformers_would_take_is_the_parabola_through_the_largest_sizes(monkeypatch):

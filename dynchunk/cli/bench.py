@@ -27,6 +27,8 @@ _SCRIPTS = {
     "streaming": "A streaming cache, token by token.",
     "wrap": "A decode step of a wrapped model.",
     "wrap-v4": "A prompt to a wrapped DeepSeek V4.",
+    "training-free": "Loss, questions found and bytes of compression without training.",
+    "selection-scores": "Attention that scores of chunks miss.",
 }
 
 

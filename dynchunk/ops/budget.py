@@ -26,6 +26,7 @@ def best_within(scores: Tensor, lengths: Tensor, budget: int) -> tuple[Tensor, T
 
     Examples
     --------
+    >>> import torch
     >>> best_within(torch.tensor([0.5, 2.0, 2.0]), torch.tensor([1, 2, 3]), 4)
     (tensor([1, 2, 0]), tensor([2, 5, 6]))
     """
