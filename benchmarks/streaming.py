@@ -3,6 +3,7 @@
 One attention layer token by token; after every few tokens some of them are taken back, as in
 speculative decoding. Ours keeps a compressed cache, boundaries and all counted; the peers keep all
 from common import read_work
+from common import read_work
 from memory import held_bytes
 """
 
