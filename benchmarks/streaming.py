@@ -2,9 +2,11 @@
 
 One attention layer token by token; after every few tokens some of them are taken back, as in
 speculative decoding. Ours keeps a compressed cache, boundaries and all counted; the peers keep all
-from common import read_work
-from common import read_work
-from memory import held_bytes
+keys and values: transformers' DynamicCache, and a buffer made large enough beforehand. A DeepSeek
+V4 of one layer of each kind stands beside transformers' V4 cache, which cannot go back and so is
+spared it. All have the same weights and run in turn; figures are medians. The exponent is that of
+cost in the length. ``ceiling`` is the time in which compiled code on all threads adds up as many
+bytes as ours holds and its weights have, over our time.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import read_work
 from memory import held_bytes
 from rich.console import Console
 from rich.table import Table
@@ -136,8 +139,9 @@ class V4:
 
     def __init__(self, model: Any, tokens: int) -> None:
         self.model, self.cache = model, None
-        for _ in range(tokens // PIECE):
-            self._forward(torch.randn(1, PIECE, model.config.hidden_size))
+        for begin in range(0, tokens, PIECE):
+            piece = min(PIECE, tokens - begin)
+            self._forward(torch.randn(1, piece, model.config.hidden_size))
 
     def step(self, x: Tensor) -> None:
         """Take a token."""
