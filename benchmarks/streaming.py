@@ -61,9 +61,10 @@ class Ours:
         self.layer, self.cache = layer, Cache(layer.policy)
         self.by_content = isinstance(layer.policy.boundaries, BoundaryRule)
         state = self.cache.layers[0]
-        for _ in range(tokens // PIECE):  # keys and values, without queries
-            self._announce(PIECE)
-            k, v = torch.randn(2, PIECE, KV_HEADS, WIDTH)
+        for begin in range(0, tokens, PIECE):  # keys and values, without queries
+            piece = min(PIECE, tokens - begin)
+            self._announce(piece)
+            k, v = torch.randn(2, piece, KV_HEADS, WIDTH)
             pooled = state.extend(k=k, v=v, raw_k=k)
             if pooled is not None and state.step.closed is not None:
                 (spans,) = state.step.closed.spans
