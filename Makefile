@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test nightly bench lab lint docs clean
+# Versions that the extra `hf` allows; `make matrix` runs the tests of wrapped models under each.
+TRANSFORMERS := 5.24.0
+
+.PHONY: demo test nightly matrix bench lab lint docs clean
 
 # The audit's exit code is 1 when it finds a model that depends on phase, as it does here.
 demo: $(READY)
@@ -16,6 +19,13 @@ test: lint
 
 nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest
+
+matrix: $(READY)
+	for version in $(TRANSFORMERS); do \
+		$(BIN)/pip install --quiet --no-deps --target $(VENV)/transformers-$$version transformers==$$version && \
+		PYTHONPATH=$(VENV)/transformers-$$version $(BIN)/python -m pytest tests/test_hf_*.py \
+			tests/test_v4_parity.py tests/test_lm_eval.py tests/test_doctor.py || exit; \
+	done
 
 bench: $(READY)
 	$(BIN)/python benchmarks/boundaries.py
