@@ -80,17 +80,25 @@ def doctor(
 
 
 def versions() -> list[Version]:
-    """Return the packages that the metadata of this one names, those always needed first."""
-    found: dict[str, Version] = {}
+    """Return the packages that the metadata of this one names, those always needed first.
+
+    A package of several extras is of the smallest one: the metadata lists what an extra holds
+    under every extra that holds it in turn.
+    """
+    extras: dict[str, list[Version]] = {}
     for line in metadata.requires("dynchunk") or ():
         match = _REQUIREMENT.fullmatch(line)
         assert match is not None, line
         extra = re.search(r"extra\s*==\s*['\"](\w+)", match["marker"] or "")
         name, needs = match["name"], extra[1] if extra else ""
-        if name == "dynchunk" or name in found or needs in _OURS:
-            continue
-        found[name] = Version(name, match["range"].strip(), needs, _installed(name))
-    return sorted(found.values(), key=lambda row: bool(row.extra))
+        if name != "dynchunk" and needs not in _OURS:
+            row = Version(name, match["range"].strip(), needs, _installed(name))
+            extras.setdefault(needs, []).append(row)
+    found: dict[str, Version] = {}
+    for rows in sorted(extras.values(), key=lambda rows: (rows[0].extra != "", len(rows))):
+        for row in rows:
+            found.setdefault(row.package, row)
+    return list(found.values())
 
 
 def devices() -> dict[str, Any]:

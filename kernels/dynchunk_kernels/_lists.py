@@ -14,7 +14,7 @@ from torch import Tensor
 #: In lists of rows: no row. Larger than any row, so that it sorts last.
 NONE = 2**31 - 1
 
-#: Rows of keys in a tile of the gradients: as many as a record has bits.
+#: Rows of keys in a tile of the gradients, at most: as many as a record has bits.
 TILE = 32
 
 
@@ -55,7 +55,7 @@ def as_sets(rows: Tensor, is_row: Tensor) -> Lists:
 
 
 class Readers(NamedTuple):
-    """Who reads each tile of TILE rows: records, for each of L groups of KV heads.
+    """Who reads each tile of rows: records, for each of L groups of KV heads.
 
     The records of tile i are numbers ``offsets[l, i] .. offsets[l, i + 1] - 1``. Each stands for
     one list and the rows of the tile in it, by ascending number of the list.
@@ -67,10 +67,10 @@ class Readers(NamedTuple):
     offsets: Tensor  #: int64 [L, tiles + 1]
 
 
-def readers(lists: Lists, n_rows: int) -> Readers:
-    """Invert lists: find the readers of each tile of ``n_rows`` rows."""
-    tile = lists.rows // TILE
-    bits = (1 << (lists.rows % TILE).long()).where(lists.is_first, 0)
+def readers(lists: Lists, n_rows: int, size: int) -> Readers:
+    """Invert lists: find the readers of each tile of ``size`` rows, of ``n_rows`` in all."""
+    tile = lists.rows // size
+    bits = (1 << (lists.rows % size).long()).where(lists.is_first, 0)
     is_last = lists.rows < NONE
     is_last[..., :-1] &= tile[..., :-1] != tile[..., 1:]
     # Rows of one tile are neighbours in a sorted list: their bits are a difference of two sums.
@@ -83,10 +83,10 @@ def readers(lists: Lists, n_rows: int) -> Readers:
     key = tile.where(is_last, NONE).transpose(0, 1).flatten(1)
     key, at = key.sort(dim=-1, stable=True)
     of_rows = (total - before).transpose(0, 1).flatten(1).gather(-1, at)
-    tiles = torch.arange(-(-n_rows // TILE) + 1, device=key.device, dtype=key.dtype)
+    tiles = torch.arange(-(-n_rows // size) + 1, device=key.device, dtype=key.dtype)
     offsets = torch.searchsorted(key, tiles.expand(len(key), -1).contiguous())
-    size = lists.rows.shape[-1]
-    return Readers((at // size).int(), (at % size).int(), of_rows.int(), offsets)
+    length = lists.rows.shape[-1]
+    return Readers((at // length).int(), (at % length).int(), of_rows.int(), offsets)
 
 
 class Recent(NamedTuple):

@@ -453,7 +453,8 @@ def key_config(arch: int, shape: Shape, *, two_loops: bool) -> Config:
     rows = 32 if shape.width <= widest else 16
     stages = (3 if arch >= 90 else 2) if shape.width <= 128 else 2 if shape.width <= 256 else 1
     num_warps = 4 if shape.width <= 64 and not two_loops else 8
-    return Config(rows, _lists.TILE, num_warps, stages)
+    keys = 16 if two_loops and shape.width > 256 and not shape.SHARED else _lists.TILE
+    return Config(rows, keys, num_warps, stages)
 
 
 def key_gradients(
@@ -470,22 +471,23 @@ def key_gradients(
     bounds: Tensor | None = None,
     recent: _lists.Recent | None = None,
     raw_start: Tensor | None = None,
-    readers: _lists.Readers | None = None,
+    lists: _lists.Lists | None = None,
     start_of: Tensor | None = None,
     queries: Tensor | None = None,
     block: int = 1,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of keys, values and bias; of keys alone where they are the values.
 
-    ``recent`` and ``raw_start`` tell who reads a token by position, ``readers`` who reads a row by
+    ``recent`` and ``raw_start`` tell who reads a token by position, ``lists`` who reads a row by
     list. ``bounds`` [G, 2]: k and v are entries, and this is where each view begins and ends.
     ``start_of`` [G, T]: chunks are listed, and this is the first token of each token's chunk;
     ``queries`` [R, 2] then says which queries share a list, ``block`` of them at most.
     """
     grads = torch.empty_like(k), None if v is None else torch.empty_like(v)
     grad_bias = None if bias is None else torch.empty_like(bias)
-    two_loops = recent is not None and readers is not None
+    two_loops = recent is not None and lists is not None
     config = key_config(arch_of(q), shape, two_loops=two_loops)
+    readers = None if lists is None else _lists.readers(lists, len(k), config.BLOCK_N)
     wrap_triton(key_gradients_kernel)[(triton.cdiv(len(k), config.BLOCK_N), shape.H_KV)](
         q,
         k,

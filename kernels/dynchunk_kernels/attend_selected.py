@@ -397,7 +397,7 @@ def attend_selected_backward(
         bias,
         *rows,
         bounds=cu_entries[:, [0, -1]],
-        readers=_lists.readers(lists, len(entry_k)),
+        lists=lists,
     )
     grad_sink = _selected.sink_gradient(sink, lse, shift)
     grads = grad_q, grad_k, grad_v, grad_entry_k, grad_entry_v, grad_bias, grad_sink

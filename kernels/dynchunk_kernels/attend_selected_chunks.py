@@ -245,7 +245,7 @@ def query_config(arch: int, shape: Shape, block: int) -> Config:
 def _config(arch: int, shape: Shape, block: int, stages: int) -> Config:
     if shape.dtype == torch.float32:
         return Config(16, 16, 16 if shape.width > 64 else 4, 1)
-    if shape.width > 256 and arch < 90:
+    if shape.width > 256 and (arch < 90 or not shape.SHARED):
         return Config(16, 16, 8, stages)
     rows = 64 if shape.width <= 128 and arch >= 90 else 32
     rows = min(rows, _selected.block(block * shape.group))
@@ -467,7 +467,7 @@ def attend_selected_chunks_backward(
         scale,
         recent=_lists.recent(cu_seqlens_q, cu_seqlens_k, of.raw_start, len(k)),
         raw_start=of.raw_start,
-        readers=_lists.readers(of.lists, len(k)),
+        lists=of.lists,
         start_of=of.start_of,
         queries=of.queries,
         block=block,

@@ -416,7 +416,7 @@ def index_topk_backward(
     rows, order = rows.contiguous().sort(-1)
     is_row = rows < _lists.NONE
     lists = _lists.Lists(rows[:, None], is_row[:, None], is_row.sum(-1, keepdim=True))
-    readers = _lists.readers(lists, len(k))
+    readers = _lists.readers(lists, len(k), config.BLOCK_N)
     wrap_triton(key_gradients_kernel)[(triton.cdiv(len(k), config.BLOCK_N),)](
         q,
         k,

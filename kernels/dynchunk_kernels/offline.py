@@ -160,9 +160,11 @@ def cases_of(module: str) -> list[Case]:
     return list(_load(module).cases())
 
 
-def size_of(case: Case) -> int:
-    """Return the product of all sizes that a kernel is compiled for."""
-    return math.prod(x for x in case.constants.values() if type(x) is int and x > 0)
+def size_of(case: Case) -> tuple[int, int]:
+    """Return the product of a kernel's tile sizes, and that of all sizes it is compiled for."""
+    sizes = {name: x for name, x in case.constants.items() if type(x) is int and x > 0}
+    tiles = math.prod(x for name, x in sizes.items() if name.startswith("BLOCK"))
+    return tiles, math.prod(sizes.values())
 
 
 def _load(module: str) -> ModuleType:

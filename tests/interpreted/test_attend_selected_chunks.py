@@ -165,3 +165,10 @@ def test_wide_float32_has_results_but_no_gradients():
     with pytest.raises(ValueError, match="at most 128 channels for gradients in float32, got 144"):
         run_attend(attend, inputs, "triton", torch.float32)
     check(reads, indices, 1, torch.bfloat16, heads=1, kv_heads=1, width=144)
+
+
+def test_wide_heads_with_values_of_their_own():
+    """Gradients of keys take tiles of 16 rows there; chunks begin in one and end in another."""
+    reads = Reads.of(Chunks.from_lengths([7, 20, 1, 9]), window=3)
+    indices = torch.tensor([[0, 1], [1, 3], [2, -1]]).repeat(13, 1)[:37]
+    check(reads, indices, 1, torch.bfloat16, heads=1, kv_heads=1, width=272, width_v=16)
