@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
-_FILE_WIDTH = 140  # columns where no terminal says how many it has
+_FILE_WIDTH = 160  # columns where no terminal says how many it has
 
 
 def make_console() -> Console:

@@ -137,7 +137,7 @@ def _offline_table(rows: list[Compiled]) -> Table:
         ("kernel", "configuration"),
         (
             *("sm", "registers", "spills", "shared", "warps", "tensor cores"),
-            *("16-byte loads", "FLOP / byte", ""),
+            *("16-byte loads", "FLOP/B", ""),
         ),
     )
     for row in rows:
