@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ class Choice(NamedTuple):
     indices: list[Tensor]  #: int64 [S, K] per view, -1 = none
 
 
-class Choosing:
+class Choosing(ABC):
     """How a lightning indexer chooses, wherever its weights are: a subclass projects."""
 
     topk: TopK
@@ -51,13 +52,13 @@ class Choosing:
         entries = zip(self.pool(x, views), position, strict=True)
         return [rotate(of_view[:, 0], at, self.rope) for of_view, at in entries]
 
+    @abstractmethod
     def project(self, x: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries [S, heads * dim] before RoPE and the weights [S, heads] as projected."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pool(self, x: Tensor, views: Sequence[Spans]) -> list[Tensor]:
         """Return the indexer's entries [N_g, 1, dim] of each view before RoPE."""
-        raise NotImplementedError
 
 
 class Indexer(Choosing, nn.Module):
