@@ -16,6 +16,7 @@ from dynchunk.chunks import Chunks
 from dynchunk.ops.attend import attend
 from dynchunk.ops.attend_selected import attend_selected
 from dynchunk.ops.attend_selected_chunks import attend_selected_chunks
+from dynchunk.ops.cpu import _threads as loops
 from dynchunk.ops.decode import decode
 from dynchunk.ops.decode_topk import decode_topk
 from dynchunk.ops.index_topk import index_topk
@@ -223,6 +224,48 @@ def test_two_python_threads_at_once():
     for worker in workers:
         worker.join()
     assert not wrong
+
+
+@each_run
+def test_storages_may_still_be_resized(run):
+    """FSDP frees and fills parameters that way."""
+    x = operands()
+    run(x)
+    assert all(tensor.untyped_storage().resizable() for tensor in x)
+
+
+def test_python_threads_do_the_same(monkeypatch):
+    x = operands()
+    expected = {name: run(x) for name, run in RUNS.items()}
+    monkeypatch.setattr(loops, "team", lambda: None)
+    for name, run in RUNS.items():
+        for a, b in zip(run(x), expected[name], strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has an OpenMP of its own elsewhere")
+def test_loops_run_on_torchs_own_threads():
+    assert loops.team() is not None
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("own", [True, False], ids=["team", "python"])
+def test_an_error_in_any_range_is_raised_when_all_threads_are_done(own, monkeypatch):
+    torch.set_num_threads(2)
+    if not own:
+        monkeypatch.setattr(loops, "team", lambda: None)
+    done = []
+
+    def kernel(first, last):
+        if 7 in range(first, last):
+            raise IndexError("task 7")
+        done.extend(range(first, last))
+
+    with pytest.raises(IndexError, match="task 7"):
+        loops.run(kernel, 64)
+    done.clear()
+    loops.run(kernel, 7)
+    assert sorted(done) == list(range(7))
 
 
 def test_works_after_a_fork():

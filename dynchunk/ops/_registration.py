@@ -12,6 +12,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -107,8 +108,13 @@ def imported(module: str, name: str) -> Callable[..., Any]:
     So that numba is imported where its loops run, and nowhere else.
     """
 
+    @lru_cache(maxsize=1)
+    def function() -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(importlib.import_module(f"dynchunk.ops.{module}"), name)
+        return found
+
     def call(*args: Any) -> Any:
-        return getattr(importlib.import_module(f"dynchunk.ops.{module}"), name)(*args)
+        return function()(*args)
 
     return call
 

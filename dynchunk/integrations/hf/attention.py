@@ -240,12 +240,10 @@ def attend(
         require(kwargs.get(name) is None, name, "None: not supported here", kwargs.get(name))
     ragged = forward.ragged
     q, k, v = (ragged.pack(x.transpose(1, 2)) for x in (query, key, value))
-    # FSDP frees a weight by resizing its storage, which a view by numpy (impl="cpu") forbids.
-    sink = None if s_aux is None else s_aux.clone()
     pooling = None
     if dynchunk_states is not None:
         pooling = Pooling(getattr(module, POOLING), ragged.pack(dynchunk_states))
-    out = forward.attend(layer, q, k, v, sink, scaling, pooling)
+    out = forward.attend(layer, q, k, v, s_aux, scaling, pooling)
     return ragged.unpack(out).to(query.dtype), None
 
 

@@ -86,8 +86,6 @@ class EntryPooling(nn.Module):
         self, values: Tensor, gate: Tensor, slots: Tensor, views: Sequence[Spans]
     ) -> list[Tensor]:
         gate = gate.reshape(len(gate), self.kv_heads, self.head_dim)
-        # FSDP frees a weight by resizing its storage, which a view by numpy (impl="cpu") forbids.
-        slots = slots.clone()
         heads, pooled = self.kv_heads // len(views), []
         for view, spans in enumerate(views):
             part = slice(view * heads, (view + 1) * heads)

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynchunk._checks import require
+from dynchunk.ops.cpu._numeric import LOG2_E
 
 Array = NDArray[Any]
 
 #: numpy has no bfloat16: its bits, and those of float16, come as integers that tell them apart.
-_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NUMPY = {torch.float32: "=f4", torch.bfloat16: "=u2", torch.float16: "=i2"}
 _NOTHING = np.empty(0, np.float32)
 
 
@@ -23,7 +23,7 @@ def require_dtypes(*tensors: Tensor | None) -> None:
     """Raise unless all are of a dtype that :func:`~dynchunk.ops.cpu._numeric.widen` knows."""
     for x in tensors:
         expected = "'reference' for tensors of float64"
-        require(x is None or x.dtype in _DTYPES, "impl", expected, "cpu")
+        require(x is None or x.dtype in _NUMPY, "impl", expected, "cpu")
 
 
 def flat(x: Tensor | None) -> tuple[Array, tuple[int, ...]]:
@@ -33,10 +33,35 @@ def flat(x: Tensor | None) -> tuple[Array, tuple[int, ...]]:
     """
     if x is None:
         return _NOTHING, (0, 0, 0)
-    x = x.detach()
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         x = x.contiguous()
     steps = x.stride()
-    extent = 1 + sum((n - 1) * step for n, step in zip(x.shape, steps, strict=True))
-    row = x.as_strided((extent if x.numel() else 0,), (1,))
-    return row.view(_BITS.get(x.dtype, x.dtype)).numpy(), steps[:-1]
+    extent = 1 if x.numel() else 0
+    if extent:
+        for n, step in zip(x.shape, steps, strict=True):
+            extent += (n - 1) * step
+    return np.asarray(_Memory(x, extent)), steps[:-1]
+
+
+def sinks_of(sink: Tensor | None, heads: int) -> Array:
+    """Return sinks [H] as exponents of 2, in float32; -inf where there are none."""
+    if sink is None:
+        return np.full(heads, -np.inf, np.float32)
+    return flat(sink.detach().float())[0] * LOG2_E
+
+
+class _Memory:
+    """A tensor's elements as numpy is told of them.
+
+    ``Tensor.numpy`` would forbid the storage to change its size for good, which sharded parameters
+    do all the time.
+    """
+
+    def __init__(self, x: Tensor, extent: int) -> None:
+        self.owner = x  # numpy holds this object, and with it the memory
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (x.data_ptr(), False),
+            "shape": (extent,),
+            "typestr": _NUMPY[x.dtype],
+        }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dynchunk.ops._attention import Operands, check_rows
 from dynchunk.ops.cpu import fast, jit
-from dynchunk.ops.cpu._arrays import Array, flat, require_dtypes
+from dynchunk.ops.cpu._arrays import Array, flat, require_dtypes, sinks_of
 from dynchunk.ops.cpu._numeric import LOG2_E, exp2
 from dynchunk.ops.cpu._softmax import LN_2, absorb_row, base_of, merge
 from dynchunk.ops.cpu._threads import run
@@ -42,9 +42,7 @@ def forward(
     layout = _layout(cu_seqlens_q, cu_seqlens_k, cu_entries, n_visible, raw_start, None)
     out = torch.from_numpy(np.empty((*x.q.shape[:2], D_v), np.float32))
     lse = torch.empty(x.q.shape[:2])
-    sink = np.full(x.q.shape[1], -np.inf, np.float32)
-    if x.sink is not None:
-        sink = x.sink.detach().float().numpy() * LOG2_E
+    sink = sinks_of(x.sink, x.q.shape[1])
     run(
         _forward,
         len(blocks) * kv_heads,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dynchunk.ops._attention import Operands
 from dynchunk.ops.cpu import fast, jit
-from dynchunk.ops.cpu._arrays import Array, flat
+from dynchunk.ops.cpu._arrays import Array, flat, sinks_of
 from dynchunk.ops.cpu._numeric import LOG2_E
 from dynchunk.ops.cpu._softmax import absorb_row, merge
 from dynchunk.ops.cpu._threads import run
@@ -70,9 +70,7 @@ def _run(kernel, x: Operands, scale: float, *given) -> tuple[Tensor, Tensor]:
     D_v = (x.k if x.v is None else x.v).shape[2]
     out = torch.from_numpy(np.empty((S, H, D_v), np.float32))
     lse = torch.empty(S, H)
-    sink = np.full(H, -np.inf, np.float32)
-    if x.sink is not None:
-        sink = x.sink.detach().float().numpy() * LOG2_E
+    sink = sinks_of(x.sink, H)
     queries = flat(x.q), x.q.shape[2], np.float32(scale) * LOG2_E
     raw = flat(x.k), flat(x.k if x.v is None else x.v)
     run(kernel, S * kv_heads, kv_heads, queries, *given, *raw, sink, out.numpy(), lse.numpy())

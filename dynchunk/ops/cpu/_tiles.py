@@ -60,17 +60,19 @@ def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
 
 
 class Array:
-    """A C-contiguous argument of one or two dimensions."""
+    """A C-contiguous argument of one to three dimensions."""
 
     def __init__(self, context, b, kind, value):
         struct = context.make_array(kind)(context, b, value)
         self.b, self.data, self.dtype = b, struct.data, kind.dtype
-        self.width = cgutils.unpack_tuple(b, struct.shape)[-1]
+        self.shape = cgutils.unpack_tuple(b, struct.shape)
+        self.width = self.shape[-1]
 
     def at(self, *index):
-        """Return a pointer to an element, or to a row's first: an index is a sum of integers."""
-        row, column = index if len(index) == 2 else (None, index[0])
-        where = column if row is None else self.b.add(self.b.mul(row, self.width), column)
+        """Return a pointer to an element."""
+        where = index[0]
+        for i, size in zip(index[1:], self.shape[1:], strict=True):
+            where = self.b.add(self.b.mul(where, size), i)
         return self.b.gep(self.data, [where])
 
     def load(self, pointer, mask):
@@ -147,11 +149,11 @@ def loop(
     b.position_at_end(body)
     at, running = b.phi(_I64), [b.phi(_VECTOR) for _ in range(sums)]
     new = step(at, running)
-    following = b.add(at, _i64(1))
+    following, last = b.add(at, _i64(1)), b.block
     b.cbranch(b.icmp_signed("<", following, count), body, after)
-    _incoming(at, before, _i64(0), body, following)
+    _incoming(at, before, _i64(0), last, following)
     for total, value in zip(running, new, strict=True):
-        _incoming(total, before, zero, body, value)
+        _incoming(total, before, zero, last, value)
     b.position_at_end(after)
     return new
 
@@ -184,53 +186,67 @@ def _across(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
 def _tile(emit, m, n, ahead=False):
     """Make a function of arrays from one that emits the code for a tile of m times n rows.
 
-    With ``ahead`` it also brings rows of another list into the second-level cache, one for each of
-    the n: the processor's own prefetching stops with each run of rows that lie side by side.
+    It goes through heads ``heads[0] .. heads[1] - 1``, as they lie side by side in memory. With
+    ``ahead`` it also brings rows of another list into the second-level cache, one for each of the
+    n: the processor's own prefetching stops with each run of rows that lie side by side.
     """
 
     def generate(context, b, signature, args):
-        given = [Array(context, b, signature.args[k], args[k]) for k in (0, 2, 3, 6, *after)]
+        given = [Array(context, b, signature.args[k], args[k]) for k in (0, 2, 3, 7, *after)]
         few, flat, offsets, out, *others = given
         rows = [b.add(args[1], _i64(a)) for a in range(m)]
         columns = [b.add(args[4], _i64(a)) for a in range(n)]
-        many = _pointers(b, flat, offsets, columns, args[5])
-        soon = _pointers(b, *others, columns, args[9]) if ahead else []
-        emit(b, few, rows, columns, flat, many, out, soon)
+        many = _pointers(b, flat, offsets, columns)
+        soon = _pointers(b, *others, columns) if ahead else []
+        first, last = cgutils.unpack_tuple(b, args[6])
+
+        def of_head(at, sums):
+            head = b.add(first, at)
+            here = _shifted(b, many, b.mul(head, args[5]))
+            there = _shifted(b, soon, b.mul(head, args[10])) if ahead else []
+            emit(b, few, head, rows, columns, flat, here, out, there)
+            return sums
+
+        loop(b, b.sub(last, first), 0, of_head)
         return context.get_dummy_value()
 
-    after = (7, 8) if ahead else ()
-    integer = types.int64
+    after = (8, 9) if ahead else ()
+    integer, pair = types.int64, types.UniTuple(types.int64, 2)
 
     @intrinsic
-    def tile(typing_context, few, i, flat, offsets, j, shift, out):
-        return types.void(few, integer, flat, offsets, integer, integer, out), generate
+    def tile(typing_context, few, i, flat, offsets, j, step, heads, out):
+        return types.void(few, integer, flat, offsets, integer, integer, pair, out), generate
 
     @intrinsic
-    def tile_ahead(typing_context, few, i, flat, offsets, j, shift, out, other, at, far):
-        given = few, integer, flat, offsets, integer, integer, out, other, at, integer
+    def tile_ahead(typing_context, few, i, flat, offsets, j, step, heads, out, other, at, far):
+        given = few, integer, flat, offsets, integer, integer, pair, out, other, at, integer
         return types.void(*given), generate
 
     return tile_ahead if ahead else tile
 
 
-def _pointers(b, flat, offsets, columns, shift):
-    return [flat.at(b.add(b.load(offsets.at(x)), shift)) for x in columns]
+def _pointers(b, flat, offsets, columns):
+    return [flat.at(b.load(offsets.at(x))) for x in columns]
+
+
+def _shifted(b, pointers, shift):
+    return [b.gep(pointer, [shift]) for pointer in pointers]
 
 
 def _prefetch(b, pointers, at):
-    for pointer in pointers:
-        pointer = b.bitcast(b.gep(pointer, [at]), ir.IntType(8).as_pointer())
+    for pointer in _shifted(b, pointers, at):
+        pointer = b.bitcast(pointer, ir.IntType(8).as_pointer())
         read, second_level, data = (ir.Constant(_I32, x) for x in (0, 2, 1))
         _call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, read, second_level, data)
 
 
-def _emit_dots(b, few, rows, columns, flat, many, out, soon):
-    mine = [few.at(row, _i64(0)) for row in rows]
+def _emit_dots(b, few, head, rows, columns, flat, many, out, soon):
+    mine = [few.at(head, row, _i64(0)) for row in rows]
 
     def step(at, sums, mask):
         _prefetch(b, soon, at)
-        x = [flat.load(b.gep(pointer, [at]), mask) for pointer in many]
-        y = [few.load(b.gep(pointer, [at]), mask) for pointer in mine]
+        x = [flat.load(pointer, mask) for pointer in _shifted(b, many, at)]
+        y = [few.load(pointer, mask) for pointer in _shifted(b, mine, at)]
         pairs = [(u, v) for u in y for v in x]
         return [fma(b, u, v, total) for (u, v), total in zip(pairs, sums, strict=True)]
 
@@ -238,44 +254,43 @@ def _emit_dots(b, few, rows, columns, flat, many, out, soon):
     for a, row in enumerate(rows):
         n = len(many)
         own = b.shuffle_vector(found, found, _integers(range(a * n, a * n + n)))
-        out.store(own, out.at(row, columns[0]), None)
+        out.store(own, out.at(head, row, columns[0]), None)
 
 
-def _emit_add(b, few, rows, columns, flat, many, out, soon):
-    weights = [[splat(b, b.load(few.at(row, x))) for x in columns] for row in rows]
-    mine = [out.at(row, _i64(0)) for row in rows]
+def _emit_add(b, few, head, rows, columns, flat, many, out, soon):
+    weights = [[splat(b, b.load(few.at(head, row, x))) for x in columns] for row in rows]
+    mine = [out.at(head, row, _i64(0)) for row in rows]
 
     def step(at, sums, mask):
         _prefetch(b, soon, at)
-        x = [flat.load(b.gep(pointer, [at]), mask) for pointer in many]
-        for pointer, own in zip(mine, weights, strict=True):
-            total = out.load(b.gep(pointer, [at]), mask)
+        x = [flat.load(pointer, mask) for pointer in _shifted(b, many, at)]
+        for pointer, own in zip(_shifted(b, mine, at), weights, strict=True):
+            total = out.load(pointer, mask)
             for weight, value in zip(own, x, strict=True):
                 total = fma(b, weight, value, total)
-            out.store(total, b.gep(pointer, [at]), mask)
+            out.store(total, pointer, mask)
         return sums
 
     _each_vector(b, out.width, 0, step)
 
 
 _dots_4x4, _add_4x4 = _tile(_emit_dots, 4, 4), _tile(_emit_add, 4, 4)
-_dots_2x8_ahead, _dots_4x4_ahead = (_tile(_emit_dots, *x, ahead=True) for x in ((2, 8), (4, 4)))
-_add_2x8_ahead, _add_4x4_ahead = (_tile(_emit_add, *x, ahead=True) for x in ((2, 8), (4, 4)))
+_dots_2x4_ahead, _dots_4x4_ahead = (_tile(_emit_dots, m, 4, ahead=True) for m in (2, 4))
+_add_2x4_ahead, _add_4x4_ahead = (_tile(_emit_add, m, 4, ahead=True) for m in (2, 4))
 
 
 @jit
 def dots(few, flat, offsets, step, n, heads, out):
     """Write dot products of rows ``few`` [heads, M, D] with ``n`` rows of each head of a list.
 
-    Row j of head h starts at ``flat[offsets[j] + h * step]``; rows are taken in eights, their heads
-    side by side as they lie in memory, heads ``heads[0] .. heads[1] - 1``. The products go to
-    ``out`` [heads, M, n or more]. M is a multiple of 4, all arrays are C-contiguous.
+    Row j of head h starts at ``flat[offsets[j] + h * step]``; rows are taken in fours, up to a
+    multiple of ROWS, for heads ``heads[0] .. heads[1] - 1``. The products go to ``out``
+    [heads, M, n or more]. M is a multiple of 4, all arrays are C-contiguous.
     """
     for j in range(0, n, ROWS):
-        for h in range(heads[0], heads[1]):
-            for i in range(0, few.shape[1], 4):
-                _dots_4x4(few[h], i, flat, offsets, j, h * step, out[h])
-                _dots_4x4(few[h], i, flat, offsets, j + 4, h * step, out[h])
+        for i in range(0, few.shape[1], 4):
+            for k in (j, j + 4):
+                _dots_4x4(few, i, flat, offsets, k, step, heads, out)
 
 
 @jit
@@ -285,14 +300,11 @@ def dots_ahead(few, flat, offsets, step, n, heads, out, other, at, far):
     Its row j of head h starts at ``other[at[j] + h * far]``.
     """
     M = few.shape[1]
-    for j in range(0, n, ROWS):
-        for h in range(heads[0], heads[1]):
-            shift, ahead = h * step, h * far
-            for i in range(0, M - 2, 4):
-                for k in (j, j + 4):
-                    _dots_4x4_ahead(few[h], i, flat, offsets, k, shift, out[h], other, at, ahead)
-            if M % 4:
-                _dots_2x8_ahead(few[h], M - 2, flat, offsets, j, shift, out[h], other, at, ahead)
+    for j in range(0, n, 4):
+        for i in range(0, M - 2, 4):
+            _dots_4x4_ahead(few, i, flat, offsets, j, step, heads, out, other, at, far)
+        if M % 4:
+            _dots_2x4_ahead(few, M - 2, flat, offsets, j, step, heads, out, other, at, far)
 
 
 @jit
@@ -302,24 +314,20 @@ def add_weighted(weights, flat, offsets, step, n, heads, out):
     All else as for :func:`dots`.
     """
     for j in range(0, n, ROWS):
-        for h in range(heads[0], heads[1]):
-            for i in range(0, out.shape[1], 4):
-                _add_4x4(weights[h], i, flat, offsets, j, h * step, out[h])
-                _add_4x4(weights[h], i, flat, offsets, j + 4, h * step, out[h])
+        for i in range(0, out.shape[1], 4):
+            for k in (j, j + 4):
+                _add_4x4(weights, i, flat, offsets, k, step, heads, out)
 
 
 @jit
 def add_weighted_ahead(weights, flat, offsets, step, n, heads, out, other, at, far):
     """Add what :func:`add_weighted` does, and prefetch like :func:`dots_ahead`."""
     M = out.shape[1]
-    for j in range(0, n, ROWS):
-        for h in range(heads[0], heads[1]):
-            shift, ahead = h * step, h * far
-            for i in range(0, M - 2, 4):
-                for k in (j, j + 4):
-                    _add_4x4_ahead(weights[h], i, flat, offsets, k, shift, out[h], other, at, ahead)
-            if M % 4:
-                _add_2x8_ahead(weights[h], M - 2, flat, offsets, j, shift, out[h], other, at, ahead)
+    for j in range(0, n, 4):
+        for i in range(0, M - 2, 4):
+            _add_4x4_ahead(weights, i, flat, offsets, j, step, heads, out, other, at, far)
+        if M % 4:
+            _add_2x4_ahead(weights, M - 2, flat, offsets, j, step, heads, out, other, at, far)
 
 
 @intrinsic

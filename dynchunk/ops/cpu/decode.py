@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynchunk.ops.cpu import fast, jit
-from dynchunk.ops.cpu._arrays import Array, flat, require_dtypes
+from dynchunk.ops.cpu._arrays import Array, flat, require_dtypes, sinks_of
 from dynchunk.ops.cpu._numeric import LOG2_E
 from dynchunk.ops.cpu._softmax import absorb_row, merge
 from dynchunk.ops.cpu._threads import run
@@ -53,18 +53,20 @@ def decode(
     parts = [np.empty(size, np.float32) for size in (shape, shape, (*shape, v.shape[2]))]
     run(_read, counts.size * PARTS, queries, *at, lists, counts, len(entry_k), entry_k.shape[1],
         *stored, *parts)  # fmt: skip
-    sinks = np.empty(0, np.float32) if sink is None else sink.detach().float().numpy() * LOG2_E
-    out, lse = torch.empty(*q.shape[:2], v.shape[2]), torch.empty(q.shape[:2])
-    _combine(*parts, sinks, out.numpy(), lse.numpy())
-    return out.to(q.dtype), lse
+    out = np.empty((*q.shape[:2], v.shape[2]), np.float32)
+    lse = np.empty(q.shape[:2], np.float32)
+    _combine(*parts, sinks_of(sink, q.shape[1]), out, lse)
+    return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
 
 
 def _grouped(q: Tensor, kv_heads: int, views: int, scale: float) -> Array:
     """Return q as float32 [S, G, H_kv / G, M, D], M even, scaled so that weights are 2^logit."""
-    rows = (q.detach().float() * (scale * float(LOG2_E))).unflatten(1, (kv_heads, -1))
-    if rows.shape[2] % 2:
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))
-    return rows.unflatten(1, (views, -1)).contiguous().numpy()
+    S, H, D = q.shape
+    rows = H // kv_heads
+    grouped = np.zeros((S, views, kv_heads // views, rows + rows % 2, D), np.float32)
+    given = flat(q.float().contiguous())[0].reshape(*grouped.shape[:3], rows, D)
+    np.multiply(given, np.float32(scale) * LOG2_E, out=grouped[:, :, :, :rows])
+    return grouped
 
 
 def _sets(indices: Tensor | None, n_visible: Tensor) -> tuple[Array, Array]:
@@ -164,11 +166,17 @@ def _read(first, last, queries, pages, sequence, n_visible, raw_begin, raw_end, 
 @jit
 def _place_entries(pages, listed, first, end, n_pages, page_size, steps, at):
     """Write where a tile of entries lies, those listed if there is a list; the last one repeats."""
+    first = min(first, end - 1)
+    slot, row = first // page_size, first % page_size
     for j in range(_TILE):
-        i = min(first + j, end - 1)
         if listed.size:
-            i = listed[i]
-        page, row = pages[i // page_size], i % page_size
+            i = listed[min(first + j, end - 1)]
+            slot, row = i // page_size, i % page_size
+        elif 0 < j < end - first:
+            row += 1
+            if row == page_size:
+                slot, row = slot + 1, 0
+        page = pages[slot]
         if page < 0 or page >= n_pages:
             raise IndexError("pages: expected pages of entry_k for all visible entries")
         for kind in range(3):
@@ -215,6 +223,6 @@ def _combine(peaks, totals, weighted, sinks, out, lse):
                 peaks[s, g, :, head, i],
                 totals[s, g, :, head, i],
                 weighted[s, g, :, head, i],
-                sinks[h] if sinks.size else np.float32(-np.inf),
+                sinks[h],
                 out[s, h],
             )
