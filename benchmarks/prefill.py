@@ -3,10 +3,14 @@
 Median of interleaved repetitions in one process. First attention alone: ``attend`` over entries of
 4 tokens and a window of 128 beside SDPA over all tokens (causal) and, with --flex, a compiled
 flex_attention with the same block mask. Then DeepSeek V4 layers (CSA, HCA) with transformers'
-weights, outputs compared; and the exponent of our time over the number of tokens.
+weights, outputs compared; and the exponent of our time over the number of tokens. With --flash the
+same layers in V4-Flash's own sizes, ours alone: one prompt, once, through a cache in pieces of
+2,048 tokens, with the time that each length had taken.
 """
 
 from __future__ import annotations
+
+import time
 
 import torch
 from common import exponent, median_seconds, parse, parser, random, show
@@ -14,10 +18,14 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from v4_layer import KINDS, Pair
 
 from dynchunk import Chunks
+from dynchunk.attention import csa, hca
+from dynchunk.attention.deepseek_v4 import V4Attention, V4Sizes
+from dynchunk.cache import Cache
 from dynchunk.ops.attend import attend
 from dynchunk.ops.layout import Reads
 
 H, H_KV, D, RATIO, WINDOW = 16, 8, 128, 4, 128
+PIECE = 2048
 
 
 def attention(tokens: int, repetitions: int, flex: bool) -> dict[str, object]:
@@ -65,6 +73,24 @@ def layer(pair: Pair, kind: str, tokens: int, repetitions: int, limit: int) -> d
     return row | {"relative RMS": difference and f"{difference:.1e}"}
 
 
+def flash(kind: str, sizes: list[int]) -> list[dict[str, object]]:
+    """Return a row for each length on the way to the longest, of a layer of V4-Flash's sizes."""
+    policy = {"csa": csa, "hca": hca}[kind]()
+    layer, cache = V4Attention(policy, V4Sizes()).eval(), Cache(policy)
+    seconds, rows = 0.0, []
+    for first in range(-PIECE, max(sizes), PIECE):
+        x = torch.randn(PIECE, layer.sizes.dim)
+        start = time.perf_counter()
+        cache.append(PIECE)
+        layer(x, cache=cache.layers[0])
+        seconds += time.perf_counter() - start
+        if first < 0:  # what has to be compiled is compiled
+            seconds, cache = 0.0, Cache(policy)
+        if first + PIECE in sizes:
+            rows.append(_row(f"V4-Flash {kind}", first + PIECE, {"ours": seconds}))
+    return rows
+
+
 def _row(name: str, tokens: int, seconds: dict[str, float]) -> dict[str, object]:
     row: dict[str, object] = {"work": name, "tokens": tokens, "ours_s": seconds["ours"]}
     for peer in ("sdpa", "flex", "transformers"):
@@ -79,6 +105,7 @@ def main() -> None:
     arguments.add_argument("--limit", type=int, default=8192, help="tokens for transformers")
     arguments.add_argument("--sdpa-limit", type=int, default=16384, help="tokens for SDPA")
     arguments.add_argument("--flex", action="store_true", help="flex_attention too (compiles)")
+    arguments.add_argument("--flash", action="store_true", help="V4-Flash's sizes too (minutes)")
     options = parse(arguments, 5)
     sizes = options.tokens or (
         [1024, 2048] if options.quick else [1024, 4096, 8192, 16384, 32768, 65536]
@@ -89,14 +116,20 @@ def main() -> None:
         if tokens <= options.sdpa_limit
     ]
     growth = {}
-    for kind in KINDS:
-        pair = Pair(kind)
-        mine = [layer(pair, kind, n, options.repetitions, options.limit) for n in sizes]
+
+    def add(name: str, mine: list[dict[str, object]]) -> None:
         long = [row for row in mine if row["tokens"] >= min(8192, sizes[-1] // 2)]
         if len(long) > 1:
             tokens, seconds = ([row[key] for row in long] for key in ("tokens", "ours_s"))
-            growth[f"V4 {kind}: exponent of our time"] = exponent(tokens, seconds)
-        rows += mine
+            growth[f"{name}: exponent of our time"] = exponent(tokens, seconds)
+        rows.extend(mine)
+
+    for kind in KINDS:
+        pair = Pair(kind)
+        layers = [layer(pair, kind, n, options.repetitions, options.limit) for n in sizes]
+        add(f"V4 {kind}", layers)
+    for kind in KINDS if options.flash else ():
+        add(f"V4-Flash {kind}", flash(kind, sizes))
     show("a prompt", rows, growth, options.json)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ops_oracle import normal
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynchunk.chunks import Chunks
 from dynchunk.ops import (
@@ -190,3 +191,42 @@ def test_lengths_do_not_recompile():
         reads = Reads.of(chunks, window=3)
         assert torch.equal(compiled(q, entry_k, *reads), call(q, entry_k, *reads))
     assert counter.frame_count == 1
+
+
+class Seen(TorchDispatchMode):
+    """Notes the names of operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FORWARD_CALLS)
+def test_steps_go_through_the_dispatcher_where_something_there_would_act(name):
+    module, call, shapes = FORWARD_CALLS[name]
+    inputs = [normal(*shape, dtype=torch.float32, seed=i) for i, shape in enumerate(shapes)]
+    op = module.OPS["cpu"]
+    assert module.choose("cpu", module.OPS, *inputs) is not op
+    expected = call(*inputs)
+    operation = f"dynchunk::{name}_cpu"
+    with Seen() as seen:
+        found = call(*inputs)
+    assert f"{operation.replace('::', '.')}.default" in seen.names
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        call(*inputs)
+    assert operation in {event.key for event in profiler.key_averages()}
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = call(*(mode.from_tensor(x) for x in inputs))
+    assert [x.shape for x in fakes] == [x.shape for x in expected]
+    inputs[0].requires_grad_()
+    assert module.choose("cpu", module.OPS, *inputs) is op
+    with pytest.raises(RuntimeError, match="autograd"):
+        call(*inputs)[0].sum().backward()
+    with torch.no_grad():
+        assert module.choose("cpu", module.OPS, *inputs) is not op

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from dynchunk._checks import optional_import, require
 from dynchunk.lab.evaluate import Evaluation, evaluate
+from dynchunk.lab.policies import VIEWS
 from dynchunk.lab.train import Progress, Training, train
 from dynchunk.lab.variants import Variant, make_variant
 
@@ -53,16 +54,13 @@ def _rows() -> tuple[Row, ...]:
         Row("fixed", two, seeds=HEADLINE_SEEDS),
         Row("fixed", two | overlap),
         Row("staggered-layers"),
-        Row("class", seeds=HEADLINE_SEEDS),
-        Row("class", midpoints, seeds=HEADLINE_SEEDS),
+        *_content_rows("class", headline=("one", "midpoints")),
         Row("surprisal", {"ratio": 3.84}, seeds=HEADLINE_SEEDS),
         Row("surprisal", {"ratio": 3.84} | midpoints),
-        *(Row("hash", {"view": view}) for view in ("one", "second", "moved", "midpoints")),
-        *(Row("hash", options | overlap) for options in ({}, midpoints)),
-        *(Row("router", options) for options in ({}, midpoints, {"per_layer": True})),
-        *(Row("learned", {"view": view}) for view in ("one", "second", "moved")),
-        Row("learned", midpoints, seeds=HEADLINE_SEEDS),
-        *(Row("learned", options | overlap) for options in ({}, midpoints)),
+        *_content_rows("hash"),
+        *_content_rows("router"),
+        Row("router", {"per_layer": True}),
+        *_content_rows("learned", headline=("midpoints",)),
         Row("learned", {"per_layer": True}),
         *_uneven_rows("uneven", seeds=HEADLINE_SEEDS),
         *_uneven_rows("uneven-keys-2"),
@@ -74,6 +72,14 @@ def _rows() -> tuple[Row, ...]:
         Row("hash", {"task": "uneven"} | midpoints),
         Row("router", {"task": "uneven", "stride": 5}),
     )
+
+
+def _content_rows(score: str, headline: Collection[str] = ()) -> Iterable[Row]:
+    views = [view for view in VIEWS if (score, view) != ("class", "second")]  # one class alone
+    for view in views:
+        yield Row(score, {"view": view}, HEADLINE_SEEDS if view in headline else 1)
+    for view in views:
+        yield Row(score, {"view": view, "overlap": True})
 
 
 def _uneven_rows(task: str, seeds: int = 1) -> Iterable[Row]:

@@ -102,6 +102,34 @@ def register_forward(
     return op
 
 
+def register_step(
+    name: str, schema: Schema, forward: Callable[..., Any], fake: Callable[..., Any]
+) -> CustomOpDef:
+    """Register what a step of a few tokens takes, as :func:`register_forward` does.
+
+    :func:`choose` returns the function itself where nothing in torch's dispatcher would act on the
+    call: the way through it and back takes as long as much of the step's work.
+    """
+    op = register_forward(name, schema, forward, fake)
+    _steps[op] = forward
+    return op
+
+
+_steps: dict[CustomOpDef, Callable[..., Any]] = {}
+
+
+def _is_direct(operands: tuple[Tensor | None, ...]) -> bool:
+    """Whether no compiler, mode, profiler, subclass or gradient has to see the operation."""
+    if torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled():
+        return False
+    differentiates = torch.is_grad_enabled()
+    return torch._C._len_torch_dispatch_stack() == 0 and all(
+        x is None
+        or (type(x) in (Tensor, torch.nn.Parameter) and not (differentiates and x.requires_grad))
+        for x in operands
+    )
+
+
 def imported(module: str, name: str) -> Callable[..., Any]:
     """Return a function of ``dynchunk.ops.<module>`` that is imported when it is first called.
 
@@ -126,7 +154,7 @@ Implementation = CustomOpDef | Callable[[], CustomOpDef]
 
 def choose(
     impl: str | None, ops: Mapping[str, Implementation], *operands: Tensor | None
-) -> CustomOpDef:
+) -> Callable[..., Any]:
     """Return the implementation of that name.
 
     None picks what :func:`default_impl` says.
@@ -142,7 +170,8 @@ def choose(
         ok = impl != "triton" or wide_dtype(*operands) != torch.float64
         require(ok, "impl", f"{others} for float64", impl)
     found = ops[impl]
-    return found if isinstance(found, CustomOpDef) else found()
+    op = found if isinstance(found, CustomOpDef) else found()
+    return _steps[op] if op in _steps and _is_direct(operands) else op
 
 
 class Default(NamedTuple):

@@ -21,7 +21,14 @@ from dynchunk.ops._attention import (
     default_scale,
     fake_attended,
 )
-from dynchunk.ops._registration import Implementation, Schema, choose, imported, register_forward
+from dynchunk.ops._registration import (
+    Implementation,
+    Schema,
+    choose,
+    imported,
+    register_forward,
+    register_step,
+)
 from dynchunk.ops._shapes import check
 from dynchunk.ops.reference import decode as reference
 
@@ -50,7 +57,7 @@ def _triton() -> CustomOpDef:
 OPS: dict[str, Implementation] = {
     "reference": register_forward("decode_reference", SCHEMA, reference.decode, fake_attended),
     "triton": _triton,
-    "cpu": register_forward("decode_cpu", SCHEMA, imported("cpu.decode", "decode"), fake_attended),
+    "cpu": register_step("decode_cpu", SCHEMA, imported("cpu.decode", "decode"), fake_attended),
 }
 
 

@@ -18,6 +18,7 @@ from dynchunk.ops._registration import (
     choose,
     imported,
     register_forward,
+    register_step,
     wide_dtype,
 )
 from dynchunk.ops._shapes import check
@@ -64,7 +65,7 @@ def _triton() -> CustomOpDef:
 OPS: dict[str, Implementation] = {
     "reference": register_forward("decode_topk_reference", SCHEMA, reference.decode_topk, fake),
     "triton": _triton,
-    "cpu": register_forward(
+    "cpu": register_step(
         "decode_topk_cpu", SCHEMA, imported("cpu.decode_topk", "decode_topk"), fake
     ),
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynchunk.ops.cpu import fast
+from dynchunk.ops.cpu import fast, inline
 from dynchunk.ops.cpu._numeric import exp2, highest
 
 LN_2 = np.float32(0.6931471805599453)
@@ -20,7 +20,7 @@ def base_of(peak):
     return peak if peak != NONE else np.float32(0)
 
 
-@fast
+@inline
 def absorb_row(logits, n, peak, total, weighted):
     """Turn ``n`` logits into weights; return the new (peak, total).
 
