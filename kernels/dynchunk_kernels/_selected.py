@@ -448,7 +448,7 @@ def block(size: int) -> int:
 def key_config(arch: int, shape: Shape, *, two_loops: bool) -> Config:
     """Choose tiles for the gradients of keys, read by position and by list or only by one."""
     if shape.dtype == torch.float32:
-        return Config(16, _lists.TILE, 4 if shape.width <= 64 else 8, 1)
+        return Config(16, _lists.TILE, 8, 1)
     widest = 128 if two_loops else 512 if shape.SHARED else 256  # that leaves room for 32 rows
     rows = 32 if shape.width <= widest else 16
     stages = (3 if arch >= 90 else 2) if shape.width <= 128 else 2 if shape.width <= 256 else 1

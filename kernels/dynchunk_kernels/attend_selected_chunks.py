@@ -244,7 +244,7 @@ def query_config(arch: int, shape: Shape, block: int) -> Config:
 
 def _config(arch: int, shape: Shape, block: int, stages: int) -> Config:
     if shape.dtype == torch.float32:
-        return Config(16, 16, 16 if shape.width > 64 else 4, 1)
+        return Config(16, 16, 8 if shape.width > 64 else 4, 1)
     if shape.width > 256 and (arch < 90 or not shape.SHARED):
         return Config(16, 16, 8, stages)
     rows = 64 if shape.width <= 128 and arch >= 90 else 32
