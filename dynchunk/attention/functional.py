@@ -10,7 +10,7 @@ from torch import Tensor
 from dynchunk._checks import require
 from dynchunk.attention.layout import Layout
 from dynchunk.attention.policy import Policy
-from dynchunk.attention.rope import rotate
+from dynchunk.attention.rope import Rotation, rotate
 from dynchunk.attention.specs import Rope
 from dynchunk.chunks import Chunks
 from dynchunk.ops.attend import attend
@@ -121,7 +121,8 @@ def attend_entries(
     """
     scale, width, dtype = q.shape[-1] ** -0.5, q.shape[-1], q.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    q, k = rotate(q, layout.query_position, rope), rotate(k, layout.position, rope)
+    rotation = Rotation.of(layout.query_position, rope, width, dtype)
+    q, k = rotation.turn(q), rotate(k, layout.position, rope)
     at = zip(entry_k, layout.entry_position, strict=True)
     entry_k = [rotate(entry, position, rope) for entry, position in at]
     if slopes is not None:
@@ -140,7 +141,7 @@ def attend_entries(
     out = result.out.to(dtype)
     if v is not None:
         return out
-    return rotate(out[..., :width], layout.query_position, rope, inverse=True)
+    return rotation.turn_back(out[..., :width])
 
 
 def slope_queries(q: Tensor, slopes: Tensor, position: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,45 @@ def frequencies(
     return plain if rope.yarn is None else _interpolate(plain, rope.yarn, rope.theta)
 
 
+class Rotation(NamedTuple):
+    """What turns the last channels of whatever lies at some positions, and back.
+
+    :meth:`of` makes it from positions; without a ``Rope`` everything stays as it is.
+    """
+
+    cos: Tensor | None  #: of each position and pair, [T, pairs]
+    sin: Tensor | None
+
+    @classmethod
+    def of(cls, position: Tensor, rope: Rope | None, head_dim: int, dtype: torch.dtype) -> Rotation:
+        """Return the rotation by positions [T], for tensors of a dtype and so many channels."""
+        if rope is None:
+            return cls(None, None)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        speed = frequencies(rope, head_dim, position.device, wide)
+        angle = position.to(wide)[:, None] * speed
+        return cls(angle.cos(), angle.sin())
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Turn x [T, .., D]."""
+        return self._turned(x, 1)
+
+    def turn_back(self, x: Tensor) -> Tensor:
+        """Turn x [T, .., D] back: the output of an attention whose keys are its values."""
+        return self._turned(x, -1)
+
+    def _turned(self, x: Tensor, direction: int) -> Tensor:
+        if self.cos is None or self.sin is None:
+            return x
+        shape = len(self.cos), *[1] * (x.ndim - 2), self.cos.shape[1]
+        cos, sin = self.cos.reshape(shape), self.sin.reshape(shape) * direction
+        first = x.shape[-1] - 2 * cos.shape[-1]
+        still, turning = x[..., :first], x[..., first:].to(cos.dtype)
+        even, odd = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+        return torch.cat([still, turned.to(x.dtype)], -1)
+
+
 def rotate(x: Tensor, position: Tensor, rope: Rope | None, *, inverse: bool = False) -> Tensor:
     """Rotate the last channels of ``x`` by the angles of its positions.
 
@@ -53,17 +93,8 @@ def rotate(x: Tensor, position: Tensor, rope: Rope | None, *, inverse: bool = Fa
     >>> torch.allclose(rotate(y, torch.tensor([3]), Rope(), inverse=True), x)
     True
     """
-    if rope is None:
-        return x
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    speed = frequencies(rope, x.shape[-1], x.device, wide)
-    angle = position.to(wide)[:, None] * (-speed if inverse else speed)
-    angle = angle.reshape(len(position), *[1] * (x.ndim - 2), len(speed))
-    cos, sin = angle.cos(), angle.sin()
-    still, turning = x[..., : -2 * len(speed)], x[..., -2 * len(speed) :].to(wide)
-    even, odd = turning[..., 0::2], turning[..., 1::2]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
-    return torch.cat([still, turned.to(x.dtype)], -1)
+    rotation = Rotation.of(position, rope, x.shape[-1], x.dtype)
+    return rotation.turn_back(x) if inverse else rotation.turn(x)
 
 
 def _interpolate(plain: Tensor, yarn: Yarn, theta: float) -> Tensor:

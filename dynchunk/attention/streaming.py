@@ -12,7 +12,7 @@ from dynchunk._checks import require
 from dynchunk.attention.functional import slope_entries, slope_keys, slope_queries
 from dynchunk.attention.indexer import Choosing
 from dynchunk.attention.policy import Policy
-from dynchunk.attention.rope import rotate
+from dynchunk.attention.rope import Rotation, rotate
 from dynchunk.attention.scoring import Segmenter
 from dynchunk.ops.layout import Spans
 
@@ -160,7 +160,8 @@ def attend_streaming(
     position, width, dtype, rope = cache.step.position, q.shape[-1], q.dtype, policy.rope
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     scale = width**-0.5
-    q, k = rotate(q, position, rope), rotate(k, position, rope)
+    rotation = Rotation.of(position, rope, width, dtype)
+    q, k = rotation.turn(q), rotation.turn(k)
     if slopes is not None:
         q = slope_queries(q.to(wide), slopes / scale, position)
         k = slope_keys(k.to(wide), position)
@@ -179,4 +180,4 @@ def attend_streaming(
     if indexer is not None:
         indices = cache.choose(*indexer.queries(x, index_query, position), indexer.topk.k)
     out = cache.attend(q, indices=indices, sink=sink, scale=scale, impl=impl).to(dtype)
-    return out if v is not None else rotate(out[..., :width], position, rope, inverse=True)
+    return out if v is not None else rotation.turn_back(out[..., :width])
