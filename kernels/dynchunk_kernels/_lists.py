@@ -33,25 +33,30 @@ def own_rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sequence: Tensor) -> Te
 class Lists(NamedTuple):
     """Lists of rows as sets, for R queries (or blocks of them) and L groups of KV heads."""
 
-    rows: Tensor  #: int32 [R, L, K], ascending, a row that is there twice stays twice; NONE last
-    is_first: Tensor  #: bool [R, L, K]: a row, and not the same as the one before
+    rows: Tensor  #: int32 [R, L, K], ascending, each once; then NONE
     lengths: Tensor  #: int32 [R, L], rows before the first NONE
 
     @property
-    def once(self) -> Tensor:
-        """The rows, NONE instead of those that have come already."""
-        return self.rows.where(self.is_first, NONE)
+    def is_row(self) -> Tensor:
+        """Where there is a row, bool [R, L, K]."""
+        return self.rows < NONE
 
 
 def as_sets(rows: Tensor, is_row: Tensor) -> Lists:
-    """Sort lists [R, L, K] of rows, without those that ``is_row`` leaves out."""
+    """Make sets of lists [R, L, K] of rows, without those that ``is_row`` leaves out.
+
+    Rows move up into the places of repetitions, as sums over a tile depend on who stands where.
+    """
     if rows.shape[-1] == 0:  # scans want at least one column
         rows, is_row = (torch.nn.functional.pad(x, (0, 1)) for x in (rows, is_row))
     rows = rows.where(is_row, NONE).int().contiguous().sort(-1).values
     is_first = rows < NONE
-    lengths = is_first.sum(-1, dtype=torch.int32)
     is_first[..., 1:] &= rows[..., 1:] != rows[..., :-1]
-    return Lists(rows, is_first, lengths)
+    count = is_first.cumsum(-1)
+    spare = rows.shape[-1]  # a column for what is left out
+    moved = rows.new_full((*rows.shape[:-1], spare + 1), NONE)
+    moved.scatter_(-1, (count - 1).where(is_first, spare), rows)
+    return Lists(moved[..., :spare].contiguous(), count[..., -1].int())
 
 
 class Readers(NamedTuple):
@@ -70,8 +75,8 @@ class Readers(NamedTuple):
 def readers(lists: Lists, n_rows: int, size: int) -> Readers:
     """Invert lists: find the readers of each tile of ``size`` rows, of ``n_rows`` in all."""
     tile = lists.rows // size
-    bits = (1 << (lists.rows % size).long()).where(lists.is_first, 0)
-    is_last = lists.rows < NONE
+    bits = (1 << (lists.rows % size).long()).where(lists.is_row, 0)
+    is_last = lists.is_row
     is_last[..., :-1] &= tile[..., :-1] != tile[..., 1:]
     # Rows of one tile are neighbours in a sorted list: their bits are a difference of two sums.
     total = bits.cumsum(-1)

@@ -294,9 +294,9 @@ def _layout(
     member = torch.minimum(member, queries[:, 1:] - 1).clamp(min=0)
     run_begin = torch.minimum(raw_start[:, member].amin(-1), own[member[:, 0]] + 1)[view].T
     run_end = (own[member[:, -1]] + 1)[:, None].expand_as(run_begin)
-    token = lists.rows.long().where(lists.is_first, 0)
+    token = lists.rows.long().where(lists.is_row, 0)
     ends = torch.minimum(end_of[view[:, None], token], run_begin[..., None])
-    length = (ends - token).clamp(min=0).where(lists.is_first, 0)
+    length = (ends - token).clamp(min=0).where(lists.is_row, 0)
     total = length.cumsum(-1)
     before = total - length
     run = torch.stack([total[..., -1], run_begin, run_end], -1)

@@ -414,8 +414,8 @@ def index_topk_backward(
     )
     rows = (indices + first[:, None]).where(indices >= 0, _lists.NONE).int()
     rows, order = rows.contiguous().sort(-1)
-    is_row = rows < _lists.NONE
-    lists = _lists.Lists(rows[:, None], is_row[:, None], is_row.sum(-1, keepdim=True))
+    lengths = (rows < _lists.NONE).sum(-1, keepdim=True)
+    lists = _lists.Lists(rows[:, None], lengths)
     readers = _lists.readers(lists, len(k), config.BLOCK_N)
     wrap_triton(key_gradients_kernel)[(triton.cdiv(len(k), config.BLOCK_N),)](
         q,

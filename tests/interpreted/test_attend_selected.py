@@ -1,6 +1,7 @@
 import pytest
 import torch
 from agreement import assert_agree, run_attend
+from dynchunk_kernels import _lists
 from guards import guarded_memory
 from ops_oracle import normal, random_layout
 
@@ -130,6 +131,15 @@ def test_a_list_is_a_set():
         run_attend(attending(x, reads), inputs, "triton", torch.float32) for x in (indices, again)
     )
     assert all(torch.equal(found[name], same[name]) for name in found)
+
+
+def test_rows_of_a_list_stand_side_by_side():
+    """What a product of tiles sums, and how, depends on a row's place: no holes between them."""
+    rows = torch.tensor([[[5, 2, 5, 7, 2, 9]], [[3, 3, 3, 3, 3, 3]], [[8, 8, 8, 8, 8, 8]]])
+    sets = _lists.as_sets(rows, rows < 8)
+    none = _lists.NONE
+    assert sets.rows.tolist() == [[[2, 5, 7, *[none] * 3]], [[3, *[none] * 5]], [[none] * 6]]
+    assert sets.lengths.tolist() == [[3], [1], [0]]
 
 
 def test_case_15_rows_of_a_batch_are_those_of_one():
