@@ -34,12 +34,16 @@ class Lists(NamedTuple):
     """Lists of rows as sets, for R queries (or blocks of them) and L groups of KV heads."""
 
     rows: Tensor  #: int32 [R, L, K], ascending, each once; then NONE
-    lengths: Tensor  #: int32 [R, L], rows before the first NONE
 
     @property
     def is_row(self) -> Tensor:
         """Where there is a row, bool [R, L, K]."""
         return self.rows < NONE
+
+    @property
+    def lengths(self) -> Tensor:
+        """How many rows there are, int32 [R, L]."""
+        return self.is_row.sum(-1, dtype=torch.int32)
 
 
 def as_sets(rows: Tensor, is_row: Tensor) -> Lists:
@@ -52,11 +56,10 @@ def as_sets(rows: Tensor, is_row: Tensor) -> Lists:
     rows = rows.where(is_row, NONE).int().contiguous().sort(-1).values
     is_first = rows < NONE
     is_first[..., 1:] &= rows[..., 1:] != rows[..., :-1]
-    count = is_first.cumsum(-1)
     spare = rows.shape[-1]  # a column for what is left out
-    moved = rows.new_full((*rows.shape[:-1], spare + 1), NONE)
-    moved.scatter_(-1, (count - 1).where(is_first, spare), rows)
-    return Lists(moved[..., :spare].contiguous(), count[..., -1].int())
+    place = (is_first.cumsum(-1) - 1).where(is_first, spare)
+    moved = rows.new_full((*rows.shape[:-1], spare + 1), NONE).scatter_(-1, place, rows)
+    return Lists(moved[..., :spare].contiguous())
 
 
 class Readers(NamedTuple):

@@ -414,9 +414,7 @@ def index_topk_backward(
     )
     rows = (indices + first[:, None]).where(indices >= 0, _lists.NONE).int()
     rows, order = rows.contiguous().sort(-1)
-    lengths = (rows < _lists.NONE).sum(-1, keepdim=True)
-    lists = _lists.Lists(rows[:, None], lengths)
-    readers = _lists.readers(lists, len(k), config.BLOCK_N)
+    readers = _lists.readers(_lists.Lists(rows[:, None]), len(k), config.BLOCK_N)
     wrap_triton(key_gradients_kernel)[(triton.cdiv(len(k), config.BLOCK_N),)](
         q,
         k,
